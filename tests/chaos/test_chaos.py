@@ -67,7 +67,7 @@ def test_faults_come_in_order_and_before_the_end(steps: int, count: int) -> None
     assert all(fault.trigger in LOCAL[fault.kind] for fault in make_plan(LOCAL, count, steps, 0))
 
 
-def test_faults_that_a_run_was_too_short_for_come_earlier_in_the_next() -> None:
+def test_faults_too_late_for_a_run_come_earlier_in_the_next() -> None:
     left = [fault for fault in make_plan(LOCAL, 12, 100, 0) if fault.step > 50]
     again = replan(left, 100, 0, 1)
     assert {(fault.number, fault.kind, fault.trigger) for fault in again} == {
@@ -201,12 +201,12 @@ def test_the_same_run_is_identical_in_every_tensor_and_generator(tmp_path: Path)
         ("last checkpoint", "step of the last checkpoint"),
     ],
 )
-def test_a_changed_weight_or_generator_or_a_missing_checkpoint_is_found(tmp_path: Path, change: str, key: str) -> None:
+def test_changed_weight_generator_or_lost_checkpoint_is_found(tmp_path: Path, change: str, key: str) -> None:
     found = compare(make_run(tmp_path / "one"), make_run(tmp_path / "two", change))
     assert found.differences[0].key == key, found.differences
 
 
-def test_what_describes_ranks_is_compared_only_while_there_are_as_many(tmp_path: Path) -> None:
+def test_rank_values_are_compared_only_at_equal_rank_counts(tmp_path: Path) -> None:
     """Weights, and the generators between two steps, are the same on any number of them."""
     one = make_run(tmp_path / "one")
     for ranks, change, key in (
@@ -297,7 +297,7 @@ def test_a_good_result_reports_what_was_compared_and_lost(tmp_path: Path) -> Non
     ]
 
 
-def test_a_fault_that_was_not_injected_or_not_survived_fails_the_drill(tmp_path: Path) -> None:
+def test_fault_not_injected_or_not_survived_fails_the_drill(tmp_path: Path) -> None:
     good = result(tmp_path)
     missing = replace(good, outcomes=good.outcomes[:2])
     assert not missing.good
@@ -375,7 +375,7 @@ def test_jobs_and_processes_have_different_faults() -> None:
         choose_kinds(("frozen",), local=False)
 
 
-def test_the_number_of_ranks_changes_only_where_the_result_does_not_depend_on_it() -> None:
+def test_ranks_change_only_where_the_result_does_not_depend() -> None:
     """Without being asked for, the fault is left out there; asked for, it is an error with the remedy."""
     invariant = Config(train=TrainConfig(global_batch_size=16), sampler=SamplerConfig(kind=SamplerKind.elastic))
     assert fixed_ranks(invariant, [1, 2, 3, 4]) is None
@@ -403,7 +403,7 @@ def drill(root: Path) -> Drill:
     return Drill(root, make_target=None, display=None, steps=20, save_every=2, eval_every=0, seed=0)  # type: ignore[arg-type]
 
 
-def test_an_interrupted_drill_is_continued_and_any_other_starts_afresh(tmp_path: Path) -> None:
+def test_interrupted_drill_continues_and_another_starts_afresh(tmp_path: Path) -> None:
     """Rerunning the command continues it; a finished drill, or one with other faults or code, starts afresh."""
     root = tmp_path / "root"
     assert drill(root).open({"seed": 0}) is False
@@ -492,7 +492,7 @@ def test_a_finished_run_that_is_still_exiting_is_not_a_target(tmp_path: Path, al
         stage(StillExiting(RunDir(tmp_path / "run"))).freeze_at(always)
 
 
-def test_a_second_command_that_finds_the_run_finished_is_too_late(tmp_path: Path, always: PlannedFault) -> None:
+def test_second_command_after_the_finish_is_too_late(tmp_path: Path, always: PlannedFault) -> None:
     late = stage(StillExiting(RunDir(tmp_path / "run")))
     late.run.finished.touch()
     late.owned = lambda: True  # type: ignore[method-assign]
@@ -521,7 +521,7 @@ class Reluctant(Fault):
 
 
 @pytest.mark.parametrize(("run", "injected", "runs"), [("killed-3", 1, 3), ("killed-4", 0, 3)])
-def test_a_fault_that_came_too_late_is_retried_in_further_runs_but_not_for_ever(
+def test_late_fault_is_retried_in_a_limited_number_of_runs(
     tmp_path: Path, run: str, injected: int, runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(KINDS, "sigkill", Reluctant(run))

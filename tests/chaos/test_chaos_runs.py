@@ -82,7 +82,7 @@ def test_every_kind_of_fault_is_survived(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_comes_back_with_other_numbers_of_ranks_stays_bit_identical(tmp_path: Path) -> None:
+def test_run_with_changing_ranks_stays_bit_identical(tmp_path: Path) -> None:
     """The result does not depend on how many ranks there were when; every fault strikes all ranks of an attempt."""
     ranks, faults = 2, "shape,sigkill,sigterm,sigkill-save,flip,frozen,disk-full,twice"
     status, result, shown = drill(
@@ -144,7 +144,7 @@ def test_a_run_that_is_not_reproducible_is_caught(tmp_path: Path, seed: str, exp
 
 
 @pytest.mark.slow
-def test_an_interrupted_drill_stops_its_runs_and_can_be_continued(tmp_path: Path) -> None:
+def test_interrupted_drill_stops_its_runs_and_can_continue(tmp_path: Path) -> None:
     """Ctrl-C: nothing is left running; rerunning the command injects no fault twice."""
     root = tmp_path / "root"
     arguments = [PACED, "train.steps=40", "--kills=2", "--faults=sigkill,sigterm", f"--root={root}"]

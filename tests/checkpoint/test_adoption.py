@@ -65,7 +65,7 @@ def test_it_is_the_same_and_outlives_the_other(
     assert loaded(tmp_path / "branch") == template[1][2]
 
 
-def test_what_a_killed_process_of_the_same_number_has_left_is_not_in_the_way(trunk: Path, tmp_path: Path) -> None:
+def test_leftovers_of_a_reused_process_id_do_no_harm(trunk: Path, tmp_path: Path) -> None:
     """In a container each command may have the same PID. An attempt, which has a number of its own, removes it."""
     branch = tmp_path / "branch"
     for _ in range(2):

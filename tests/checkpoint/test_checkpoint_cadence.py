@@ -80,7 +80,7 @@ def test_more_losses_never_lengthen_the_interval(attempts: list[tuple[float, str
     assert 30.0 <= rough.interval_s() <= calm.interval_s() <= 1800.0
 
 
-def test_the_interval_is_at_least_twice_a_write_and_is_explained_in_one_line() -> None:
+def test_interval_is_at_least_two_writes_and_is_explained() -> None:
     interval = AdaptiveInterval(1.0, 60.0)
     interval.observe_save(0.001, 100.0)
     assert interval.interval_s() == 200.0
@@ -89,9 +89,7 @@ def test_the_interval_is_at_least_twice_a_write_and_is_explained_in_one_line() -
 
 
 @given(rate=st.floats(1e-7, 1.0), stall=st.floats(0, 60), start=st.floats(0, 600))
-def test_an_adaptive_cadence_comes_within_half_a_point_of_the_most_useful_one(
-    rate: float, stall: float, start: float
-) -> None:
+def test_adaptive_cadence_is_half_a_point_from_the_optimum(rate: float, stall: float, start: float) -> None:
     """Kills come without memory; a kill loses all since the last save, and a start."""
 
     def useful_share(work: float) -> float:

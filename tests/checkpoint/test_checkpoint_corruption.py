@@ -64,9 +64,7 @@ def load(directory: Path) -> int:
     return int(state["step"])
 
 
-def test_a_corrupt_checkpoint_that_stays_is_not_kept_instead_of_a_whole_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_corrupt_checkpoint_does_not_displace_a_valid_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk refuses to set it aside; what is saved below it from then on is not one too many."""
     toy, saving = Toy(), manager(tmp_path)
     for steps in (1, 3):
@@ -89,9 +87,7 @@ def test_a_corrupt_checkpoint_that_stays_is_not_kept_instead_of_a_whole_one(
     assert load(tmp_path) == 3
 
 
-def test_a_corrupt_checkpoint_that_stays_below_is_not_counted_among_those_that_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_corrupt_checkpoint_does_not_count_as_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the disk works again it is set aside after all."""
     toy, saving, take = Toy(), manager(tmp_path), checkpoint_dir._take
     for steps in (1, 3):
@@ -119,7 +115,7 @@ def test_a_corrupt_checkpoint_that_stays_below_is_not_counted_among_those_that_a
 
 
 @pytest.mark.parametrize("misread", [False, True])
-def test_a_whole_checkpoint_of_a_step_that_was_found_corrupt_is_not_set_aside(
+def test_valid_checkpoint_of_a_corrupt_step_is_not_set_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, misread: bool
 ) -> None:
     """It was saved again, and the disk reported an error although its name is there; or it was misread once."""
@@ -165,7 +161,7 @@ def positions(size: int) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_changed_byte_anywhere_is_detected_set_aside_and_survived(
+def test_changed_byte_is_detected_set_aside_and_survived(
     saved: Path, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     size = (saved / "step_00000002" / name).stat().st_size
@@ -242,14 +238,14 @@ def test_a_zeroed_manifest_is_corruption(run: Path) -> None:
     assert names(run) == ["step_00000001", "step_00000002", "step_00000008.corrupt"]
 
 
-def test_a_second_corrupt_checkpoint_of_the_same_step_gets_another_name(run: Path) -> None:
+def test_second_corrupt_checkpoint_of_a_step_is_renamed_apart(run: Path) -> None:
     (run / "step_00000002.corrupt").mkdir()
     (run / "step_00000002" / "train_state.pt").unlink()
     load(run)
     assert names(run) == ["step_00000001", "step_00000002.corrupt", "step_00000002.corrupt-2"]
 
 
-def test_a_run_whose_checkpoints_are_all_corrupt_stops_every_time(run: Path) -> None:
+def test_run_with_only_corrupt_checkpoints_stops_every_time(run: Path) -> None:
     for step in (1, 2):
         (run / f"step_0000000{step}" / "train_state.pt").unlink()
     for words in ("train_state.pt cannot be read", "set aside earlier"):
@@ -465,7 +461,7 @@ ABSURD: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in ABSURD.items() for value in values])
-def test_a_manifest_that_matches_its_checksum_may_still_not_say_anything(
+def test_manifest_with_valid_checksum_may_still_be_malformed(
     run: Path, key: str, value: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = run / "step_00000002" / "manifest.json"
@@ -520,7 +516,7 @@ def test_a_directory_that_others_may_write_to_is_warned_about(run: Path, caplog:
     assert "is writable by its group" in caplog.messages[0]
 
 
-def test_an_unknown_format_version_is_refused_by_name_and_not_set_aside(run: Path) -> None:
+def test_unknown_format_version_is_refused_not_set_aside(run: Path) -> None:
     forge(run / "step_00000002", version=3)
     with pytest.raises(
         CheckpointError, match="format version 3, and this version of the runner reads only 2: load it with"

@@ -302,7 +302,7 @@ def test_each_change_is_refused(scene: Scene, fast: Path, code: int, caplog: pyt
 
 
 @pytest.mark.slow
-def test_a_superseded_attempt_that_wakes_before_any_change_makes_none(scene: Scene, fast: Path) -> None:
+def test_superseded_attempt_that_wakes_early_changes_nothing(scene: Scene, fast: Path) -> None:
     """It stops before each change of its load and save, and a newer attempt takes over, loads and saves.
 
     When it wakes, it commits, deletes and sets aside nothing: not one byte differs. Before its own save begins, it may

@@ -123,7 +123,7 @@ def test_tensors_of_every_dtype_and_layout_come_back_bit_for_bit(tmp_path: Path)
             assert found.shape == value.shape
 
 
-def test_optimizers_before_their_first_step_and_unused_parameters_are_restored_as_they_were(tmp_path: Path) -> None:
+def test_fresh_optimizers_and_unused_parameters_are_restored(tmp_path: Path) -> None:
     """A helper that makes a dummy step to create the state would count that step."""
 
     class Branches(nn.Module):
@@ -152,7 +152,7 @@ def test_optimizers_before_their_first_step_and_unused_parameters_are_restored_a
             remove_tree(tmp_path / "step_00000001")
 
 
-def test_parameter_groups_tied_weights_and_optimizer_values_that_are_not_tensors_are_restored(tmp_path: Path) -> None:
+def test_groups_tied_weights_and_plain_values_are_restored(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -192,7 +192,7 @@ def test_parameter_groups_tied_weights_and_optimizer_values_that_are_not_tensors
     assert entry["history"][0].tolist() == [2, 2]
 
 
-def test_the_order_in_which_an_optimizer_keeps_its_state_changes_nothing(tmp_path: Path) -> None:
+def test_order_of_the_optimizer_state_does_not_matter(tmp_path: Path) -> None:
     """A resume on several ranks fills it in another order; the checkpoint is the same one."""
     toy = Toy()
     toy.train()
@@ -215,7 +215,7 @@ def test_compiled_and_bare_modules_have_the_same_names(tmp_path: Path) -> None:
     assert resumed(tmp_path).digest() == toy.digest()
 
 
-def test_load_returns_none_without_checkpoints_and_ignores_other_entries(tmp_path: Path) -> None:
+def test_load_without_checkpoints_is_none(tmp_path: Path) -> None:
     toy = Toy()
     assert manager(tmp_path / "none").load(toy.model, toy.optimizer) is None
     assert manager(tmp_path / "none").newest() is None
@@ -237,7 +237,7 @@ def test_a_committed_step_is_never_rewritten(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "step_00000001").iterdir()} == before
 
 
-def test_a_corrupt_checkpoint_of_the_same_step_is_set_aside_and_saved_again(tmp_path: Path) -> None:
+def test_corrupt_checkpoint_of_the_saved_step_is_set_aside(tmp_path: Path) -> None:
     toy = Toy()
     toy.train()
     toy.save(manager(tmp_path))
@@ -270,7 +270,7 @@ def test_retention_keeps_the_last_the_multiples_and_the_best(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("mode", "kept"), [("min", [3, 5]), ("max", [1, 5])])
-def test_the_best_are_the_lowest_or_the_highest_of_the_same_metric(tmp_path: Path, mode: str, kept: list[int]) -> None:
+def test_best_are_the_extremes_of_the_same_metric(tmp_path: Path, mode: str, kept: list[int]) -> None:
     toy = Toy()
     earlier = manager(tmp_path, keep_last=9, best_metric="eval_loss")
     saving = manager(tmp_path, keep_last=1, keep_best=1, best_metric="eval_accuracy", best_mode=mode)
@@ -295,7 +295,7 @@ def test_leftovers_of_a_kill_are_removed_at_load(tmp_path: Path) -> None:
     assert all((tmp_path / name / "part").exists() for name in others)
 
 
-def test_only_one_save_is_in_flight_and_a_slow_disk_delays_the_second(tmp_path: Path, monkeypatch: Any) -> None:
+def test_slow_disk_delays_the_second_save(tmp_path: Path, monkeypatch: Any) -> None:
     gate, running, most = threading.Event(), [0], [0]
     original = commit.Transaction.commit
 
@@ -373,9 +373,7 @@ def test_a_superseded_process_commits_nothing_and_raises(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("when", [1, 2, 3, 4, 5])
-def test_the_fence_is_checked_before_the_sweep_around_the_mkdir_and_before_the_rename(
-    tmp_path: Path, when: int
-) -> None:
+def test_fence_is_checked_before_each_change_of_the_disk(tmp_path: Path, when: int) -> None:
     calls = [0]
 
     def check() -> None:
@@ -424,7 +422,7 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
         manager(tmp_path).load(toy.model, fewer)
 
 
-def test_another_fingerprint_is_refused_and_parts_of_only_one_are_not_compared(tmp_path: Path) -> None:
+def test_other_fingerprint_is_refused(tmp_path: Path) -> None:
     toy = Toy()
     toy.train()
     toy.save(manager(tmp_path))
@@ -443,7 +441,7 @@ def test_an_optimizer_of_other_parameters_is_refused_at_the_save(tmp_path: Path)
 
 
 @pytest.mark.parametrize("state", [{"step": 1, "tokens_seen": 0}, build_train_state(2, 0)])
-def test_a_train_state_that_could_not_be_resumed_is_refused_at_the_save(tmp_path: Path, state: dict[str, Any]) -> None:
+def test_unresumable_train_state_is_refused_at_the_save(tmp_path: Path, state: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"the train state passed to save (has no 'rng'|is of step 2, not 1)"):
         manager(tmp_path).save(1, Toy().model, None, state)
 
@@ -485,7 +483,7 @@ print(*Slow.threads)
 
 
 @pytest.mark.slow
-def test_a_save_right_after_the_start_waits_for_the_import_in_progress(tmp_path: Path) -> None:
+def test_save_right_after_the_start_waits_for_the_import(tmp_path: Path) -> None:
     """Two threads that import parts of one package at once may see incomplete modules."""
     command = [sys.executable, "-c", FIRST_SAVE, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)

@@ -65,7 +65,7 @@ def test_a_copy_under_a_name_that_the_run_needs_costs_nothing(run: Path, caplog:
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([0, 2, 4, 9]), st.booleans(), st.booleans())))
-def test_however_checkpoints_are_copied_and_renamed_only_true_names_are_used(
+def test_only_true_names_of_checkpoints_are_used(
     trained: tuple[Path, dict[int, str]],
     tmp_path_factory: pytest.TempPathFactory,
     changes: list[tuple[int, int, bool, bool]],
@@ -161,7 +161,7 @@ def test_an_empty_directory_is_nobodys_and_in_nobodys_way(run: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", ["manifest.json", "train_state.pt"])
-def test_a_checkpoint_of_ours_that_lost_a_file_is_corrupt_and_not_a_stranger(run: Path, lost: str) -> None:
+def test_checkpoint_that_lost_a_file_is_corrupt(run: Path, lost: str) -> None:
     (run / "step_00000003" / lost).unlink()
     assert load(run)[1] == 2
     assert names(run) == ["step_00000001", "step_00000002", "step_00000003.corrupt"]
@@ -186,9 +186,7 @@ def test_a_deletion_that_was_killed_is_finished_and_not_undone(
     assert names(run) == ["step_00000001", "step_00000003"]
 
 
-def test_what_a_killed_deletion_has_left_is_gone_from_its_name_before_its_files_are(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_deletion_frees_the_name_before_the_files(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A power loss in between would bring the name back, with a part of the files."""
     calls: list[str] = []
     sync, remove = files.fsync_dir, files.remove_tree
@@ -216,7 +214,7 @@ def test_what_a_killed_deletion_has_left_is_gone_from_its_name_before_its_files_
 
 
 @pytest.mark.parametrize("refusals", [3, 4])
-def test_nobody_resumes_beside_a_save_that_could_be_committed_yet(
+def test_nobody_resumes_during_a_save_that_may_commit(
     refusals: int, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process of that save may only be stopped; its rename fails as soon as the directory has another name."""

@@ -223,7 +223,7 @@ def lending(rank: int, directory: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_shards_that_are_copied_at_the_last_moment_are_those_of_the_save(tmp_path: Path) -> None:
+def test_shards_copied_late_are_those_of_the_save(tmp_path: Path) -> None:
     on_ranks(lending, 2, str(tmp_path))
     for strategy in ("ddp", "fsdp"):
         for step in range(1, 5):

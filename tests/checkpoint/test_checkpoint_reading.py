@@ -76,7 +76,7 @@ def test_each_read_of_a_load_may_fail_once_with_any_error(
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_each_error_is_survived_and_if_it_stays_the_run_stops_and_names_it(run: Path, code: int) -> None:
+def test_transient_error_is_survived_and_a_lasting_one_named(run: Path, code: int) -> None:
     with reads_intercepted({0: code}):
         assert load(run).step == 2
     with reads_intercepted(stays=(code, "step_00000002")), pytest.raises(CheckpointError) as caught:
@@ -89,7 +89,7 @@ def test_each_error_is_survived_and_if_it_stays_the_run_stops_and_names_it(run: 
 
 
 @pytest.mark.parametrize("name", ["tensors.json", "rank_00000.safetensors", "manifest.json", "train_state.pt"])
-def test_an_error_that_stays_in_any_file_sets_nothing_aside_and_starts_nowhere_else(run: Path, name: str) -> None:
+def test_lasting_error_in_any_file_sets_nothing_aside(run: Path, name: str) -> None:
     """Not at the checkpoint before, and not at step 0; nor does a save, the list or retention take it for corrupt."""
     with reads_intercepted(stays=(errno.EIO, f"step_00000002/{name}")):
         for _ in range(2):
@@ -137,7 +137,7 @@ def test_bytes_are_judged_only_after_a_second_look(run: Path) -> None:
     assert names(run) == ["step_00000001", "step_00000002.corrupt"]
 
 
-def test_a_checkpoint_that_is_deleted_while_it_is_listed_is_not_corrupt(run: Path, monkeypatch: Any) -> None:
+def test_checkpoint_deleted_during_listing_is_not_corrupt(run: Path, monkeypatch: Any) -> None:
     original = os.listdir
 
     def listdir(path: Any) -> list[str]:
@@ -152,7 +152,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_listed_is_not_corrupt(run: Pat
     assert [candidate.step for candidate in choice.candidates(Directory(run))] == [2]
 
 
-def test_more_ranks_may_have_saved_than_a_process_may_have_files_open(tmp_path: Path) -> None:
+def test_more_ranks_may_have_saved_than_files_may_be_open(tmp_path: Path) -> None:
     """Each of them wrote a file, and one rank reads them all; many systems allow 1,024 files."""
     ranks = 120
     parts = [[Part("model.w", torch.int64, (ranks,), (rank,), (1,))] for rank in range(ranks)]

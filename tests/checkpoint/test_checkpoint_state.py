@@ -36,7 +36,7 @@ def reloaded(value: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def test_generators_continue_exactly_after_loading_with_weights_only() -> None:
+def test_generators_continue_after_a_weights_only_load() -> None:
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
@@ -61,7 +61,7 @@ def test_what_is_not_a_generator_state_is_refused_in_one_line(state: dict[str, A
     assert "\n" not in str(caught.value)
 
 
-def test_new_ranks_get_generators_that_are_distinct_and_reproducible() -> None:
+def test_new_ranks_get_distinct_reproducible_generators() -> None:
     saved = [get_rng_state()]
     assert rng_for_rank(saved, 0) is saved[0]
     states = [rng_for_rank(saved, rank)["torch_cpu"] for rank in (1, 2, 1)]
@@ -94,7 +94,7 @@ def test_an_extra_entry_with_a_reserved_name_is_refused() -> None:
 
 
 @pytest.mark.parametrize("missing", ["step", "tokens_seen", "rng", "scheduler", "dataloader"])
-def test_a_missing_entry_is_named_and_only_an_empty_state_is_a_fresh_start(missing: str) -> None:
+def test_missing_entry_is_named_and_an_empty_state_is_fresh(missing: str) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1), 10)
     assert restore_train_state({}, scheduler, Clockwork()) == (0, 0, {})
     state = build_train_state(1, 3, scheduler, Clockwork())
@@ -112,7 +112,7 @@ def test_an_incomplete_optimizer_entry_is_named() -> None:
         )
 
 
-def test_the_positions_of_another_number_of_ranks_are_split_anew_or_refused() -> None:
+def test_positions_of_other_ranks_are_split_or_refused() -> None:
     state = build_train_state(1, 1, None, Clockwork(1))
     state["dataloader_by_rank"] = [{"position": 1}, {"position": 2}]
     with pytest.raises(CheckpointError, match="resume with 2 ranks"):
@@ -133,7 +133,7 @@ def test_the_positions_of_another_number_of_ranks_are_split_anew_or_refused() ->
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_checkpoint_holds_the_data_position_and_the_generators_of_every_rank(
+def test_checkpoint_holds_position_and_generators_of_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     """Each rank reads its own part of the data. The other ranks are fake: they answer when rank 0 gathers."""
@@ -154,7 +154,7 @@ def test_a_checkpoint_holds_the_data_position_and_the_generators_of_every_rank(
     assert positions == ([5, 10, 20] if ranks > 1 else [])
 
 
-def test_a_snapshot_is_independent_of_the_original_and_contains_plain_values() -> None:
+def test_snapshot_is_independent_and_has_plain_values() -> None:
     tensor = torch.ones(2)
     original = {"a": [tensor, (1, 2.0, None)], "n": np.float64(0.5), "i": np.int64(3)}
     copy = reloaded(snapshot(original))
@@ -180,7 +180,7 @@ def test_importing_the_package_needs_no_torch() -> None:
 
 
 @pytest.mark.slow
-def test_importing_the_manager_does_not_import_torch_distributed_checkpoint() -> None:
+def test_manager_import_is_free_of_torch_distributed_checkpoint() -> None:
     code = "import sys, runner.checkpoint.manager; sys.exit('torch.distributed.checkpoint' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -203,9 +203,7 @@ def test_what_has_no_state_is_named() -> None:
     ],
     ids=["usual", "fused", "capturable", "state of other shapes"],
 )
-def test_a_state_saved_on_a_cpu_moves_with_the_model_to_another_device(
-    make: Any, steps_on: str, tmp_path: Path
-) -> None:
+def test_cpu_state_moves_with_the_model_to_another_device(make: Any, steps_on: str, tmp_path: Path) -> None:
     """But for the number of steps where torch wants it on the CPU; a GPU reads another place in memory otherwise."""
     model = nn.Linear(3, 2)
     optimizer = make(model.parameters())

@@ -92,7 +92,7 @@ def train(directory: Path, steps: int, sometimes: int = 0, **options: Any) -> Tr
     return saving
 
 
-def test_copies_that_are_made_at_the_last_moment_are_of_the_state_at_the_save(tmp_path: Path, late: None) -> None:
+def test_late_copies_are_of_the_state_at_the_save(tmp_path: Path, late: None) -> None:
     train(tmp_path / "late", 6)
     train(tmp_path / "sync", 6, mode="sync")
     for step in range(1, 7):
@@ -144,7 +144,7 @@ def test_what_is_first_saved_later_is_observed_then() -> None:
     assert copy._copied_later == ["old", "new"]
 
 
-def test_a_weight_that_a_forward_pass_changes_now_and_then_spoils_one_save_at_most(
+def test_weight_changed_in_forward_spoils_at_most_one_save(
     tmp_path: Path, late: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """That save is not committed, and from then on the weight is copied at once."""
@@ -186,7 +186,7 @@ def test_training_waits_for_copies_that_are_not_made_yet(tmp_path: Path, monkeyp
     assert not saving.copying
 
 
-def test_copies_that_cannot_be_made_end_the_save_and_not_the_training(
+def test_failed_copy_ends_the_save_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(self: Copy) -> None:

@@ -87,9 +87,7 @@ def test_a_pin_that_the_disk_refuses_is_none(saved: Path) -> None:
         assert pinned(saved) == set()
 
 
-def test_a_pin_set_at_any_moment_of_a_deletion_holds_or_is_refused(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pin_set_during_a_deletion_holds_or_is_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before each change that the deletion makes: `pin` succeeded and the checkpoint is there, or neither."""
     monkeypatch.setattr(pins, "LOOKS", 1)
     monkeypatch.setattr(clock, "sleep", lambda seconds: None)
@@ -108,7 +106,7 @@ def test_a_pin_set_at_any_moment_of_a_deletion_holds_or_is_refused(
     assert results == {True, False}
 
 
-def test_a_kill_at_any_moment_of_a_deletion_loses_nothing_that_was_pinned(saved: Path) -> None:
+def test_kill_during_a_deletion_loses_nothing_pinned(saved: Path) -> None:
     """Retention looked before the pin was set, and is killed before it looks again."""
     for number in range(changes_of_a_deletion(saved.parent)):
         path = saved.parent / f"checkpoints{number}" / step_name(1)
@@ -125,7 +123,7 @@ def test_a_kill_at_any_moment_of_a_deletion_loses_nothing_that_was_pinned(saved:
         assert names(path.parent) == [step_name(1), f"{step_name(1)}.pinned"], number
 
 
-def test_a_kill_in_a_deletion_leaves_all_or_nothing_of_what_is_not_pinned(saved: Path) -> None:
+def test_kill_during_a_deletion_leaves_all_or_nothing_unpinned(saved: Path) -> None:
     for number in range(changes_of_a_deletion(saved.parent)):
         path = saved.parent / f"checkpoints{number}" / step_name(1)
         train(path.parent, 1)
@@ -141,9 +139,7 @@ def test_a_kill_in_a_deletion_leaves_all_or_nothing_of_what_is_not_pinned(saved:
         assert not checkpoint_dir.leftovers(path.parent), number
 
 
-def test_a_move_that_took_place_although_an_error_was_reported_deletes_nothing(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_move_that_reported_an_error_deletes_nothing(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network file system may lose the answer; the checkpoint was pinned since retention looked."""
     path, rename = saved / step_name(2), files.rename
 
@@ -160,7 +156,7 @@ def test_a_move_that_took_place_although_an_error_was_reported_deletes_nothing(
     assert verified(path)
 
 
-def test_a_corrupt_checkpoint_of_a_pinned_step_does_not_come_back(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corrupt_checkpoint_of_a_pinned_step_stays_away(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever deleted it, under the name that it was set aside with, was killed in that."""
     path = saved / step_name(2)
     assert pin(path)

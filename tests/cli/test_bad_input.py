@@ -158,7 +158,7 @@ def test_data_that_changed_since_the_run_started(finished: Run) -> None:
     longer.finish()
 
 
-def test_a_run_whose_checkpoints_are_all_corrupt_does_not_restart_at_0(finished: Run, tmp_path: Path) -> None:
+def test_run_with_only_corrupt_checkpoints_avoids_step_0(finished: Run, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", [*finished.overrides, "train.steps=20"])
     shutil.copytree(finished.path, run.path)
     for checkpoint in run.checkpoints():

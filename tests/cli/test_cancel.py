@@ -45,7 +45,7 @@ def script(submission: str) -> str:
     return f"/logs/.submission_file_{submission}-3.sh"
 
 
-def test_a_job_and_its_sweep_are_cancelled_by_one_call_and_other_jobs_are_not(
+def test_one_call_cancels_a_job_and_its_sweep_only(
     slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, other = "a" * 32, "b" * 32
@@ -117,7 +117,7 @@ def test_what_cannot_be_cancelled_is_named(
     assert command(["cancel", str(tmp_path / "missing")]) == 2
 
 
-def test_a_run_of_others_is_not_cancelled_by_what_its_records_name(tmp_path: Path) -> None:
+def test_records_of_others_cancel_nothing(tmp_path: Path) -> None:
     run = make(tmp_path, "run", state="running", attempt=1)
     run.lease.mkdir()
     (run.lease / "00000001.json").write_text(json.dumps(this_process()))

@@ -111,9 +111,7 @@ def test_prune_keeps_the_newest_that_verifies(run: Path, capsys: pytest.CaptureF
     assert "kept step_00000002" in capsys.readouterr().out
 
 
-def test_a_list_says_what_is_not_a_checkpoint_and_prune_leaves_it_alone(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_list_names_foreign_entries_and_prune_skips_them(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = run / "checkpoints"
     shutil.copytree(saved / "step_00000002", saved / "step_00000006")
     (saved / "step_7").mkdir()
@@ -132,7 +130,7 @@ def test_a_list_says_what_is_not_a_checkpoint_and_prune_leaves_it_alone(
     assert names(saved) == ["step_00000003", "step_00000006", "step_00000008.misnamed", "step_7"]
 
 
-def test_one_that_cannot_be_read_hides_no_other_and_is_not_called_corrupt(
+def test_unreadable_checkpoint_hides_no_other(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clock, "sleep", lambda _: None)
@@ -147,9 +145,7 @@ def test_one_that_cannot_be_read_hides_no_other_and_is_not_called_corrupt(
     assert len(names(run / "checkpoints")) == 3
 
 
-def test_prune_deletes_nothing_if_none_is_valid_or_the_run_is_live(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prune_deletes_nothing_if_none_is_valid_or_run_is_live(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Lease.acquire(run / "lease", {}, 60.0):
         assert main([str(run), "--prune"]) == 73
     for step in (1, 2, 3):
@@ -203,7 +199,7 @@ def test_a_folder_is_durable_before_it_gets_its_name(
     assert names(tmp_path) == ["folder", "run"]
 
 
-def test_a_model_that_from_pretrained_could_not_read_is_not_exported(
+def test_model_unreadable_by_from_pretrained_is_not_exported(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its class creates other tensors, as when adapters were put into it."""

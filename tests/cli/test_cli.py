@@ -151,7 +151,7 @@ def test_a_command_waits_for_an_ending_job(
 
 
 @pytest.mark.slow
-def test_a_run_in_the_queue_of_another_launcher_is_not_started_here(
+def test_run_queued_by_another_launcher_is_not_started(
     run: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is one whose queue cannot be asked."""
@@ -292,9 +292,7 @@ def test_a_read_only_directory_is_one_error_line(run: Command, capsys: pytest.Ca
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_a_run_directory_that_cannot_be_created_is_one_error_line(
-    run: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_uncreatable_run_directory_is_one_error_line(run: Command, capsys: pytest.CaptureFixture[str]) -> None:
     Path("outputs").write_text("a file")
     assert run() == ExitStatus.USAGE
     (line,) = capsys.readouterr().err.splitlines()

@@ -239,7 +239,7 @@ def test_every_option_in_conf_is_explained() -> None:
     assert {key: file for key, file in options.items() if key not in explained} == {}
 
 
-def test_ctrl_c_while_the_interpreter_shuts_down_keeps_the_exit_status() -> None:
+def test_ctrl_c_at_interpreter_shutdown_keeps_the_exit_status() -> None:
     """The names of a module are deleted when its signal handlers are gone already."""
     program = """
 import os, signal, sys

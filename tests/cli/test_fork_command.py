@@ -69,7 +69,7 @@ def test_the_name_of_a_trunk_may_look_like_a_setting(trunk: Path, command: Comma
     assert branch.name.startswith("lr=1-at2-seed1-")
 
 
-def test_a_branch_that_was_not_started_starts_at_the_step_of_its_fork(
+def test_unstarted_branch_starts_at_the_step_of_its_fork(
     trunk: Path, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command("fork", "o/trunk", "--step", "2", "seed=1") == 0
@@ -89,7 +89,7 @@ def test_each_value_of_a_sweep_is_a_branch(trunk: Path, command: Command, capsys
 
 
 @pytest.mark.parametrize("which", [0, 1, "config"])
-def test_of_a_command_that_is_refused_by_the_disk_no_directory_stays(
+def test_command_refused_by_the_disk_leaves_no_directory(
     trunk: Path,
     command: Command,
     monkeypatch: pytest.MonkeyPatch,
@@ -172,9 +172,7 @@ def test_a_trunk_that_is_a_job_can_be_waited_for_by_another_job(
     assert "let a job wait for it: sbatch --dependency=afterok:99 --wrap='THIS COMMAND'" in capsys.readouterr().err
 
 
-def test_a_branch_that_another_machine_has_just_trained_keeps_its_records(
-    trunk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_branch_just_trained_elsewhere_keeps_its_records(trunk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A listing of a network file system may be some seconds old, until this machine changes something there."""
     branch, anew, really = RunDir(Path("o/branch").absolute()), set[Path](), files.list_dir
     train(branch.checkpoints, 3, keep_last=1)
@@ -190,9 +188,7 @@ def test_a_branch_that_another_machine_has_just_trained_keeps_its_records(
     assert hashes(branch.path) == before
 
 
-def test_who_cannot_see_what_a_branch_has_trained_replaces_no_records(
-    trunk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_records_of_a_branch_are_not_replaced(trunk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     branch = RunDir(Path("o/branch").absolute())
     branch.checkpoints.mkdir(parents=True)
     branch.metrics.write_text((trunk / "metrics.jsonl").read_text())
@@ -256,7 +252,7 @@ def test_refused_in_one_line(
 
 
 @pytest.mark.slow
-def test_a_step_between_checkpoints_is_refused_with_those_there_are(
+def test_step_between_checkpoints_is_refused_with_the_choices(
     trunk: Path, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(trunk / "checkpoints/step_00000002")

@@ -102,7 +102,7 @@ class TestMove:
         assert run("train.steps=10", "run.root='store/best runs'", launcher="here") == 0
         assert FakeLauncher.launched == [target, target]
 
-    def test_a_run_that_its_command_does_not_find_is_resumed_by_its_path(
+    def test_run_its_command_does_not_find_resumes_by_path(
         self, made: Path, command: Command, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """Without a hash in its name: `run.dir` named it."""
@@ -321,7 +321,7 @@ class TestRemove:
         assert (conf / "config.yaml").is_file()
 
     @pytest.mark.parametrize("words", [("rm", "--yes"), ("mv", "elsewhere")])
-    def test_a_run_whose_new_name_cannot_be_synced_is_where_the_message_says(
+    def test_run_with_an_unsynced_new_name_is_where_it_is_reported(
         self,
         made: Path,
         command: Command,
@@ -371,9 +371,7 @@ class TestRemove:
         RunDir(made).job.write_text(json.dumps(job))  # it was, and only the note was left
         assert command("rm", str(made), "--yes") == 0
 
-    def test_a_run_whose_unrecorded_job_has_trained_and_ended_can_be_removed(
-        self, made: Path, command: Command
-    ) -> None:
+    def test_run_with_an_ended_unrecorded_job_can_be_removed(self, made: Path, command: Command) -> None:
         """Its command would find a finished run, and look no further. A file of somebody's own is in no way either."""
         run = RunDir(made)
         run.submitting("0" * 32).write_text(json.dumps({"task": None, "user": "0", "written": 1.0}))
@@ -399,7 +397,7 @@ class TestRemove:
             assert list(source.parent.iterdir()) == [], number
         assert states == {True, False}
 
-    def test_the_name_of_what_a_killed_one_has_left_is_durable_before_that_is_deleted(
+    def test_leftover_is_deleted_only_after_its_name_is_durable(
         self, made: Path, command: Command, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """It was killed after it had renamed the run: a power loss would undo that, but not the deletions."""
@@ -471,7 +469,7 @@ class TestArchive:
         assert command("archive", str(made), "best.tar", "--checkpoints", "best") == ExitStatus.USAGE
         assert not Path("best.tar").exists()
 
-    def test_a_pinned_checkpoint_that_a_killed_deletion_had_moved_aside_is_packed(
+    def test_pinned_checkpoint_moved_aside_by_a_kill_is_packed(
         self, made: Path, command: Command, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         assert command("pin", str(made), "--step", "1") == 0
@@ -639,7 +637,7 @@ def test_a_pin_of_what_is_not_there(
     assert not list((made / "checkpoints").glob("*.pinned"))
 
 
-def test_what_is_no_run_is_called_that_and_nothing_in_it_is_judged(
+def test_directory_that_is_no_run_is_not_judged(
     command: Command, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "profile").write_text("")  # a run has a directory of that name
@@ -802,7 +800,7 @@ def test_an_archive_gets_no_name_once_the_run_was_taken_over(
 
 
 @pytest.mark.parametrize("sweep", [False, True])
-def test_a_run_that_is_moved_while_a_command_starts_it_is_not_begun_anew(
+def test_run_moved_during_a_start_is_not_begun_anew(
     made: Path,
     run: Command,
     command: Command,
@@ -831,7 +829,7 @@ def test_a_run_that_is_moved_while_a_command_starts_it_is_not_begun_anew(
 
 @pytest.mark.parametrize("sweep", [False, True])
 @pytest.mark.slow
-def test_where_a_run_was_moved_that_a_suspended_command_had_locked_nothing_is_made(
+def test_suspended_command_makes_nothing_where_a_run_was_moved(
     made: Path, run: Command, command: Command, monkeypatch: pytest.MonkeyPatch, sweep: bool
 ) -> None:
     """The command was suspended longer than others wait for its heartbeat, just before it writes the config."""
@@ -849,7 +847,7 @@ def test_where_a_run_was_moved_that_a_suspended_command_had_locked_nothing_is_ma
     assert not made.exists()
 
 
-def test_a_run_that_is_moved_before_resume_looks_at_it_is_not_begun_anew(
+def test_run_moved_before_resume_looks_is_not_begun_anew(
     made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its config is known by then; with it, a run would begin at step 0 in the place of the one that was meant."""
@@ -868,7 +866,7 @@ def test_a_run_that_is_moved_before_resume_looks_at_it_is_not_begun_anew(
     assert contents(elsewhere) == before
 
 
-def test_a_command_that_comes_while_a_run_is_moved_starts_nothing(
+def test_command_during_a_move_starts_nothing(
     made: Path, run: Command, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, statuses = Custody.move, []
@@ -885,9 +883,7 @@ def test_a_command_that_comes_while_a_run_is_moved_starts_nothing(
 
 
 @pytest.mark.slow
-def test_a_killed_run_continues_bit_for_bit_from_an_archive_and_under_another_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_run_continues_from_an_archive_under_a_new_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Housekeeping is refused while it trains. Killed, archived, removed, unpacked, moved, resumed: the same run."""
     monkeypatch.chdir(ROOT)
     words = [*TINY, PACED, "train.steps=8", "checkpoint.every_steps=2", "eval.every_steps=4"]

@@ -216,7 +216,7 @@ def test_seeded_steps_and_samples_agree_with_the_samplers(kind: str) -> None:
         ((20, 25), [BatchShape(0, 1, 3, 2)], [1, 12]),
     ],
 )
-def test_seeded_samples_are_found_in_exactly_the_steps_that_consume_them(
+def test_seeded_samples_are_found_in_the_steps_that_used_them(
     kind: str, sizes: tuple[int, int], shapes: list[BatchShape], changed_at: list[int]
 ) -> None:
     segments = [Segment(0, {"prose": 1, "code": 1})]
@@ -256,7 +256,7 @@ def test_diff_reports_the_first_position_that_differs() -> None:
 
 
 @pytest.mark.parametrize("kind", ["distributed", "mixture", "elastic"])
-def test_diff_sees_weights_not_how_many_segments_they_are_written_in(kind: str) -> None:
+def test_diff_ignores_how_segments_are_written(kind: str) -> None:
     one = seeded("mixture") if kind != "elastic" else record()
     one = replace(one, kind=kind)
     repeated = replace(one.segments[-1], start=one.segments[-1].start + 7)  # as a phase with another learning rate
@@ -324,7 +324,7 @@ def test_invalid_overrides_are_reported(texts: list[str], message: str) -> None:
         resume_plan(record(), 10, parse_overrides(record(), texts))
 
 
-def test_weights_that_the_sampler_would_refuse_are_errors_for_every_kind() -> None:
+def test_weights_refused_by_the_sampler_are_errors() -> None:
     for made in (record(), seeded("mixture")):
         zeros = [f"sampler.weights.{name}=0" for name in made.sizes]
         for texts in (["sampler.weights.code=nan"], ["sampler.temperature=inf"], zeros):

@@ -62,7 +62,7 @@ def asked(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["elastic", "mixture", "distributed"])
-def test_a_document_is_found_at_every_time_that_a_row_of_it_is_consumed(
+def test_document_is_found_whenever_its_rows_are_consumed(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, plan = made(tmp_path, kind)
@@ -106,9 +106,7 @@ def test_a_step_names_the_documents_of_its_rows(tmp_path: Path, capsys: pytest.C
             assert (f"and {len(pieces) - 3} more" in line) == (len(pieces) > 3)
 
 
-def test_without_what_the_run_prepared_a_step_is_shown_and_a_document_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_prepared_files_a_document_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, _ = made(tmp_path, "elastic")
     (tmp_path / "plan/plan.json").unlink()
     assert inspect.main([run, "--step", "1"]) == 0

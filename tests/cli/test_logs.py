@@ -64,7 +64,7 @@ def test_nothing_in_a_log_controls_the_terminal(run: RunDir, capsys: pytest.Capt
     assert printed(capsys, run) == ["green \\x1b]0;title\\x07", "100%|##|", "bytes \N{REPLACEMENT CHARACTER}", ""]
 
 
-def test_following_continues_with_the_next_log_and_ends_with_the_run(
+def test_following_ends_with_the_run_across_logs(
     slurm: FakeSlurm, run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs, "LOOK_S", 0.05)

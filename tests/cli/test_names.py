@@ -67,9 +67,7 @@ def test_two_spellings_of_a_value_are_one_run(composer: Composer) -> None:
 
 
 @pytest.mark.slow
-def test_a_single_run_is_that_of_the_sweep_whatever_its_directory_is_called(
-    run: Command, command: Command, conf: Path
-) -> None:
+def test_single_run_is_the_one_of_the_sweep(run: Command, command: Command, conf: Path) -> None:
     """Named by the sweep, renamed, with `outputs` moved: it is found by its hash; another run is not taken for it."""
     assert run("-m", "seed=1,2", "optimizer.lr=1e-3") == 0
     first, second = run_dirs()

@@ -180,7 +180,7 @@ class TestSeveral:
         assert len(errors(capsys)) == 1
 
 
-def test_the_other_ranks_wait_until_rank_0_has_changed_the_config(
+def test_other_ranks_wait_until_rank_0_has_changed_the_config(
     started: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -249,7 +249,7 @@ def test_torchrun_resumes_a_run_with_more_ranks(tmp_path: Path) -> None:
     assert resumed.status()["state"] == "finished"
 
 
-def test_a_config_that_was_edited_by_hand_is_refused_with_the_command_to_use(
+def test_hand_edited_config_is_refused_with_the_command_to_use(
     started: Path, run: Command, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whoever resumes it: only part of the edit would take effect, since a checkpoint has the optimizer's options."""

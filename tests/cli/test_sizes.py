@@ -44,7 +44,7 @@ def test_many_sizes_are_thinned_out() -> None:
 
 
 @pytest.mark.slow
-def test_memory_is_that_of_the_real_model_and_its_optimizer_and_grows_with_the_tree() -> None:
+def test_memory_is_measured_on_the_real_model_and_optimizer() -> None:
     config = compose([*ELASTIC, "train.ema_decay=0.9"]).config
     found = footprint(config)
     model = build.model(config)

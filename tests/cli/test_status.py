@@ -143,7 +143,7 @@ def test_a_job_that_left_the_queue_before_its_attempt_began(slurm: FakeSlurm, tm
     assert rows["cancelled"].cause == "left the queue"
 
 
-def test_slurm_supplies_the_end_of_a_job_that_could_not_record_it(slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_slurm_supplies_the_end_that_a_job_did_not_record(slurm: FakeSlurm, tmp_path: Path) -> None:
     """Python gone or the disk full at the restart, killed while suspended, cancelled before its first record."""
     cases = {
         "restarted and failed": ("requeued", "1", "1", "FAILED", "failed"),
@@ -174,7 +174,7 @@ def test_slurm_supplies_the_end_of_a_job_that_could_not_record_it(slurm: FakeSlu
     assert rows["killed by scancel"].step == 7
 
 
-def test_a_scheduler_that_does_not_answer_is_reported_and_no_state_is_guessed(slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_silent_scheduler_is_reported_and_no_state_guessed(slurm: FakeSlurm, tmp_path: Path) -> None:
     make(tmp_path, "waits", {"state": "requeued"}, "12")
     make(tmp_path, "new", None, "13")
     slurm.fails("squeue", "slurm_load_jobs error: Unable to contact slurm controller\n")
@@ -234,7 +234,7 @@ def test_a_run_whose_process_is_dead_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("skew_s", [-86_400.0, 0.0, 86_400.0])
-def test_a_run_on_another_machine_lives_by_its_heartbeat_whatever_the_clocks(
+def test_run_elsewhere_lives_by_its_heartbeat_not_by_clocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skew_s: float
 ) -> None:
     """Neither the times of files nor wall time are compared with anything."""
@@ -253,9 +253,7 @@ def test_a_run_on_another_machine_lives_by_its_heartbeat_whatever_the_clocks(
     assert fake.now <= 1000.0 + MISSED_BEATS * MAX_INTERVAL_S + 1  # one wait for both
 
 
-def test_watching_waits_only_once_and_sees_a_heartbeat_stop_and_return(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watch_waits_once_and_sees_a_heartbeat_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     beat = hold_elsewhere(make(tmp_path, "run", {"state": "running"}))
     fake = FakeTime(monkeypatch, lambda: beat.write_text(str(fake.now)))
     watcher = LeaseWatcher()
@@ -368,9 +366,7 @@ def test_a_window_shows_what_needs_attention_and_why(width: int, height: int) ->
     assert "samples/s" not in text
 
 
-def test_runs_are_told_apart_by_the_settings_in_which_they_differ(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_told_apart_by_the_settings_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Not by names of sixty characters. In a narrow window the settings stay, and what is left out is named."""
     for index, (lr, seed) in enumerate(product((0.1, 0.2), (1, 2, 3))):
         settings = {"optimizer.lr": lr, "seed": seed, "model.embedding_width": 100 * lr, "run.notes": f"note {index}"}
@@ -447,7 +443,7 @@ def test_long_work_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert capsys.readouterr().err == ""
 
 
-def test_why_a_job_waits_is_said_once_for_all_runs_that_wait_for_it(slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_reason_to_wait_is_printed_once_for_all_runs(slurm: FakeSlurm, tmp_path: Path) -> None:
     for index in range(5):
         recorded = {"state": "failed", "reason": "an older failure", "restart_count": 0, "job_id": f"12_{index}"}
         make(tmp_path, f"run{index}", recorded, f"12_{index}")
@@ -468,7 +464,7 @@ def test_why_a_job_waits_is_said_once_for_all_runs_that_wait_for_it(slurm: FakeS
     assert all(row.reason for row in rows if row.run != "still")
 
 
-def test_the_reason_of_an_earlier_failure_is_not_that_of_the_job_that_runs(slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_reason_of_an_earlier_failure_is_not_the_running_jobs(slurm: FakeSlurm, tmp_path: Path) -> None:
     for index, state in enumerate(("running", "pending", "cancelled")):
         make(tmp_path, state, {"state": "failed", "reason": "loss is NaN", "job_id": "11"}, f"12_{index}")
     make(tmp_path, "crash loop", {"state": "crash loop", "reason": "three failures", "job_id": "12_3"}, "12_3")
@@ -492,7 +488,7 @@ SINCE: list[tuple[dict[str, object] | None, int | None, str]] = [
 
 
 @pytest.mark.parametrize(("recorded", "finished", "state"), SINCE)
-def test_that_a_job_was_given_up_says_nothing_about_what_was_done_since(
+def test_abandoned_job_does_not_hide_later_work(
     slurm: FakeSlurm, tmp_path: Path, recorded: dict[str, object] | None, finished: int | None, state: str
 ) -> None:
     run = make(tmp_path, "run", recorded, "12")
@@ -520,7 +516,7 @@ def test_a_run_that_lives_was_not_given_up(slurm: FakeSlurm, tmp_path: Path) -> 
         assert states(tmp_path) == {"run": "running"}
 
 
-def test_a_failed_attempt_whose_job_is_requeued_already_has_not_failed(slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_failed_attempt_with_a_requeued_job_has_not_failed(slurm: FakeSlurm, tmp_path: Path) -> None:
     """The job is releasing its node, and has been requeued meanwhile or may yet be."""
     for index, name in enumerate(("requeued", "ending", "failed")):
         make(tmp_path, name, {"state": "failed", "job_id": f"12_{index}", "restart_count": 1}, f"12_{index}")
@@ -718,7 +714,7 @@ def test_the_row_has_what_a_person_asks_for(tmp_path: Path) -> None:
     assert row["checkpoint_time"] == saved.timestamp()
 
 
-def test_a_checkpoint_of_an_impossible_time_is_shown_nevertheless(tmp_path: Path) -> None:
+def test_checkpoint_of_an_impossible_time_is_shown(tmp_path: Path) -> None:
     run = make(tmp_path, "run", {"state": "finished"})
     run.checkpoint(40).mkdir(parents=True)
     (run.checkpoint(40) / "manifest.json").write_text('{"step": 40, "sha256": ""}')

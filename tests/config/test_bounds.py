@@ -98,7 +98,7 @@ def errors(config: Config, key: str, value: float) -> list[str]:
     return [line for line in config_errors(with_value(config, key, value)) if line.startswith(f"{key}=")]
 
 
-def test_every_number_is_either_checked_by_its_class_or_by_the_config_alone() -> None:
+def test_every_number_is_checked_by_its_class_or_the_config() -> None:
     assert {*TAKERS, *WITHOUT_CHECK} == set(BOUNDS)
     assert not TAKERS.keys() & WITHOUT_CHECK
 

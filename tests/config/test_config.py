@@ -81,7 +81,7 @@ def test_stable_settings_exist_and_can_be_set(composer: Composer) -> None:
     assert composed.plain["data"]["sources"]["code"]["sequence_length"] == 16
 
 
-def test_mixture_data_selects_the_mixture_sampler_unless_one_is_chosen(composer: Composer) -> None:
+def test_mixture_data_selects_the_mixture_sampler(composer: Composer) -> None:
     def kind(*overrides: str) -> SamplerKind:
         return composer.compose(overrides).config.sampler.kind
 
@@ -93,7 +93,7 @@ def test_mixture_data_selects_the_mixture_sampler_unless_one_is_chosen(composer:
     assert kind("experiment=mixture_curriculum", "sampler=mixture") is SamplerKind.mixture
 
 
-def test_experiments_win_over_groups_and_the_command_line_over_experiments(composer: Composer) -> None:
+def test_command_line_beats_experiments_beat_groups(composer: Composer) -> None:
     assert composer.compose([]).config.train.steps != 20
     assert composer.compose(["experiment=smoke"]).config.train.steps == 20
     assert composer.compose(["experiment=smoke", "train.steps=5"]).config.train.steps == 5
@@ -135,7 +135,7 @@ def test_a_frozen_config_loads_as_it_was_composed(composer: Composer, tmp_path: 
     assert composed.plain["checkpoint"]["mode"] == "async"
 
 
-def test_a_frozen_config_needs_neither_config_tree_nor_environment(
+def test_frozen_config_needs_no_config_tree_or_environment(
     composer: Composer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RUNNER_TEST", "worth keeping")
@@ -257,7 +257,7 @@ def test_interpolations_of_hydra_resolve(composer: Composer) -> None:
 
 
 @pytest.mark.promise("a config file of your own that has the name of a shipped one is refused, not ignored")
-def test_an_option_of_the_user_and_a_shipped_one_of_the_same_name(tmp_path: Path) -> None:
+def test_user_option_with_a_shipped_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "optimizer").mkdir()
     for name in ("sgd", "mine"):
         (tmp_path / "optimizer" / f"{name}.yaml").write_text("_target_: builtins.dict\nlr: 7\n")
@@ -282,7 +282,7 @@ def test_the_phases_of_an_experiment_are_not_removed_together(tmp_path: Path, ov
     assert list(composer.compose(own).plain["phases"]) == ["own"]
 
 
-def test_relative_paths_are_resolved_against_the_current_directory(composer: Composer, tmp_path: Path) -> None:
+def test_relative_paths_resolve_against_the_current_directory(composer: Composer, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     plain = composer.compose(
         [

@@ -243,7 +243,7 @@ def test_all_mistakes_come_in_one_message(composer: Composer) -> None:
         assert sum(word in line for line in lines) == 1
 
 
-def test_errors_that_only_follow_from_a_wrong_choice_are_not_reported(composer: Composer) -> None:
+def test_errors_that_follow_from_a_wrong_choice_are_left_out(composer: Composer) -> None:
     lines = config_errors(composer, "data=mixtrue", "sampler.weights.prose=3", "data.sources.prose.split=train")
     assert len(lines) == 1
     assert lines[0].startswith("data=mixtrue")

@@ -51,7 +51,7 @@ def own_tree(where: Path, primary: str = "defaults: [config, _self_]\n") -> Path
     return where
 
 
-def test_a_file_edited_while_a_sweep_is_composed_changes_none_of_its_jobs(tmp_path: Path) -> None:
+def test_file_edited_while_composing_changes_no_job(tmp_path: Path) -> None:
     tree = own_tree(tmp_path)
 
     def edited(jobs: Collection[list[str]]) -> Iterator[list[str]]:

@@ -89,7 +89,7 @@ def schedule(config: Any) -> PhaseSchedule:
     return PhaseSchedule(config.phases, source_weights(config), config.sampler.temperature)
 
 
-def test_a_branch_trains_by_the_plan_of_its_trunk_and_then_by_its_own(trunk: Path) -> None:
+def test_branch_trains_by_its_trunks_plan_and_then_its_own(trunk: Path) -> None:
     made = branch(trunk, "sampler.temperature=3", "optimizer.lr=0.5", "+phases.more={start_step: 60, lr_scale: 2.0}")
     old, new, plan = load(trunk), to_config(made.plain), trained(made.plain)
     factor = 0.5 / old.optimizer["lr"]
@@ -100,7 +100,7 @@ def test_a_branch_trains_by_the_plan_of_its_trunk_and_then_by_its_own(trunk: Pat
         assert (now.weights, now.temperature, now.lr_scale) == (then.weights, then.temperature, scale), step
 
 
-def test_a_new_source_has_no_share_before_and_a_removed_one_none_after(trunk: Path) -> None:
+def test_added_and_removed_sources_have_shares_only_in_time(trunk: Path) -> None:
     plan = trained(branch(trunk, NEW, "~data.sources.encodings").plain)
     assert schedule(plan).at(49).weights == {"code": 2.0, "prose": 2.0, "more": 0.0}
     assert schedule(plan).at(50).weights == {"code": 2.0, "prose": 2.0, "more": 1.0}

@@ -60,7 +60,7 @@ def test_a_key_that_is_there_twice_is_an_error_in_all_readers(tmp_path: Path, co
 @settings(deadline=None)
 @given(values=st.dictionaries(st.text("abc_1", min_size=1), PLAIN, max_size=3))
 @pytest.mark.slow
-def test_what_is_written_is_what_omegaconf_writes_and_reads_back_equal(
+def test_written_yaml_equals_omegaconfs_and_reads_back(
     tmp_path_factory: pytest.TempPathFactory, composed: dict[str, Any], values: dict[str, Any]
 ) -> None:
     plain = {**composed, "callbacks": values, "model": {"_target_": "a.B", **values}}

@@ -80,7 +80,7 @@ def test_each_experiment_of_a_sweep_brings_its_own_parameters(conf: Path) -> Non
     assert expand(["experiment=plain,wrong"]) == [["experiment=plain"], ["experiment=wrong"]]
 
 
-def test_the_command_line_wins_over_the_parameters_of_all_experiments(conf: Path) -> None:
+def test_command_line_beats_parameters_of_experiments(conf: Path) -> None:
     jobs = Composer([conf]).expand(["experiment=a,b", "seed=7"])
     assert jobs == [
         ["seed=7", "experiment=a"],
@@ -104,7 +104,7 @@ def test_a_setting_of_hydras_without_effect_is_one_line(conf: Path, number: int)
         assert "no effect here" in line
 
 
-def test_a_primary_config_is_looked_at_too_and_other_errors_are_reported_beside_it(conf: Path) -> None:
+def test_primary_config_is_checked_with_all_other_errors(conf: Path) -> None:
     with pytest.raises(UserError) as error:
         Composer([conf], "mine").compose(["trin.steps=3"])
     assert [line.partition(" ")[0] for line in str(error.value).splitlines()] == [
@@ -125,7 +125,7 @@ def test_what_has_hydras_defaults_or_no_replacement_is_no_error(conf: Path) -> N
 
 
 @pytest.mark.parametrize("name", PLUGINS)
-def test_a_plugin_of_hydras_that_an_experiment_chooses_is_one_line(conf: Path, name: str) -> None:
+def test_hydra_plugin_of_an_experiment_is_one_line(conf: Path, name: str) -> None:
     """Whether it is installed or not."""
     of_sweeps = [f"hydra/sweeper={name}", "sweepers are not used", "comma-separated", "range(...)", "choice(...)"]
     of_launchers = [f"hydra/launcher={name}", "launchers are not used", "launcher=slurm"]

@@ -74,7 +74,7 @@ def test_new_sources_need_no_plus_and_follow_what_is_set_for_all(composer: Compo
     assert composed.plain["data"]["eval_sources"] == {"web": web}
 
 
-def test_the_run_has_whole_sources_and_is_the_one_with_all_written_out(composer: Composer, tmp_path: Path) -> None:
+def test_run_has_whole_sources_however_they_are_written(composer: Composer, tmp_path: Path) -> None:
     short = composer.compose(["data=rows", "data.sources.web.paths=a"], base=tmp_path)
     written = source("a", sequence_length="${data.sequence_length}")
     text = ",".join(f"{name}:{value}" for name, value in written.items())
@@ -135,14 +135,12 @@ def test_hydras_own_listing_shows_whole_sources(composer: Composer, capsys: pyte
         (["data=text", "data.sources.cod.split=eval"], "data.sources.cod.split=eval: no such option .*'code'"),
     ],
 )
-def test_a_mistake_in_a_named_source_is_reported_with_the_nearest_name(
-    composer: Composer, overrides: list[str], words: str
-) -> None:
+def test_mistake_in_a_named_source_gets_the_nearest_name(composer: Composer, overrides: list[str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         composer.compose(overrides)
 
 
-def test_a_tokenizer_is_a_path_where_that_exists_and_the_same_run_where_not(composer: Composer, tmp_path: Path) -> None:
+def test_tokenizer_is_a_path_only_where_it_exists(composer: Composer, tmp_path: Path) -> None:
     given = ["data=rows", "data.sources.web.paths=a", "data.sources.web.tokenizer=tok"]
     word = composer.compose(given, base=tmp_path)
     (tmp_path / "tok").mkdir()

@@ -32,7 +32,7 @@ def composer(monkeypatch: pytest.MonkeyPatch) -> Composer:
     return Composer([EXAMPLE / "conf"])
 
 
-def test_a_users_dataset_model_loss_and_optimizer_are_instantiated(composer: Composer) -> None:
+def test_user_dataset_model_loss_optimizer_are_instantiated(composer: Composer) -> None:
     config = composer.compose(["experiment=waves"]).config
     sources = open_sources(config)
     assert {name: len(source) for name, source in sources.items()} == {"slow": 256, "fast": 64}
@@ -75,7 +75,7 @@ def test_only_booleans_pass_where_a_class_declares_them(composer: Composer, valu
         build_task(config)
 
 
-def test_arguments_are_plain_values_and_inner_nodes_are_instantiated() -> None:
+def test_arguments_are_plain_and_inner_nodes_instantiated() -> None:
     node = {
         "_target_": "builtins.dict",
         "setup": ["export A=${HOME}"],

@@ -58,7 +58,7 @@ def test_a_phase_at_step_0_replaces_the_base_from_the_first_step() -> None:
     assert factor(0) == 0.5
 
 
-def test_only_phases_that_change_the_mixture_divide_the_data_order() -> None:
+def test_only_phases_of_the_mixture_divide_the_data_order() -> None:
     phases = {
         "start": Phase(0, {"a": 2}),
         "warm": Phase(5, {"a": 2}, lr_scale=0.1),
@@ -106,7 +106,7 @@ def test_an_invalid_phase_is_reported(phases: dict[str, Phase], message: str) ->
     assert isinstance(caught.value, ValueError)
 
 
-def test_all_errors_of_all_phases_come_in_one_message_one_per_line() -> None:
+def test_all_errors_of_phases_come_in_one_message() -> None:
     with pytest.raises(ScheduleError) as caught:
         PhaseSchedule({"x": Phase(start_step=-1, lr_scale=-1), "y": Phase(temperature=0, weights={"cod": 1})}, BASE)
     assert [line.split("=")[0].split(":")[0] for line in str(caught.value).splitlines()] == [
@@ -153,9 +153,7 @@ def test_wsd_is_constant_and_decays_at_the_end() -> None:
     warmup=st.integers(0, 300),
     floor=st.floats(0, 1),
 )
-def test_factors_are_between_the_floor_and_one_and_never_rise_after_the_warmup(
-    decay: str, total: int, warmup: int, floor: float
-) -> None:
+def test_factors_stay_in_bounds_and_fall_after_the_warmup(decay: str, total: int, warmup: int, floor: float) -> None:
     if warmup >= total:
         with pytest.raises(ScheduleError, match="warmup_steps"):
             LearningRate(decay, total, warmup, floor)

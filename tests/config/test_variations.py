@@ -128,7 +128,7 @@ def test_varied_is_composed(keys: tuple[list[str], ...]) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_of_values_is_composed_once_for_each_choice_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_of_values_is_composed_once_per_group_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A composition takes 0.1 s, and a sweep may have thousands of jobs."""
     composer, composed = Composer(), list[tuple[str, ...]]()
     compose = composer.tree.compose

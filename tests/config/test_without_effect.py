@@ -84,7 +84,7 @@ def test_a_temperature_needs_a_sampler_that_has_one(composer: Composer) -> None:
         composer.compose(["sampler.temperature=0.5"])
 
 
-def test_weights_come_from_the_command_then_the_rule_then_the_data(composer: Composer) -> None:
+def test_weights_come_from_command_then_rule_then_data(composer: Composer) -> None:
     def weights(*overrides: str) -> dict[str, object]:
         return source_weights(composer.compose(["data=mixture", *overrides]).config)
 

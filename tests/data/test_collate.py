@@ -46,7 +46,7 @@ class Pairs(Dataset[Any]):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_sources_of_different_lengths_are_padded_and_their_numbers_are_known(workers: int) -> None:
+def test_sources_of_different_lengths_are_padded(workers: int) -> None:
     sources = {"short": Sentences(12, 5), "long": Sentences(24, 9)}
     sizes = {name: len(source) for name, source in sources.items()}
     seen: list[Any] = []
@@ -69,7 +69,7 @@ def test_sources_of_different_lengths_are_padded_and_their_numbers_are_known(wor
     assert len(seen) == (0 if workers else 36)
 
 
-def test_samples_that_are_not_dicts_stay_as_they_are_and_the_sources_are_known_from_the_record() -> None:
+def test_samples_that_are_not_dicts_stay_as_they_are() -> None:
     sources = {"a": Pairs(6), "b": Pairs(6)}
     loader = loader_of(join_sources(sources), {"a": 6, "b": 6})
     consumption = ElasticConsumption(loader, loader.sampler, DataLedger(["a", "b"], [6, 6]), {})
@@ -85,7 +85,7 @@ def test_samples_that_are_not_dicts_stay_as_they_are_and_the_sources_are_known_f
     assert Consumption(loader).sources(None) is None
 
 
-def test_finished_batches_are_fetched_sample_by_sample_for_a_collate_function() -> None:
+def test_collated_sources_are_fetched_by_sample_for_collate() -> None:
     def count(samples: Any) -> Any:
         assert isinstance(samples, list)
         return {"sums": torch.tensor([int(sample["x"].sum()) for sample in samples])}
@@ -198,7 +198,7 @@ def test_a_worker_collates_into_ordinary_memory(monkeypatch: pytest.MonkeyPatch)
     assert torch.utils.data.get_worker_info() is info
 
 
-def test_only_a_dataset_whose_samples_are_all_tokens_says_how_many_they_have() -> None:
+def test_only_all_token_samples_report_a_token_count() -> None:
     class Padded(TokenDataset):
         def __getitems__(self, indices: Any) -> Any:
             return super().__getitems__(indices)

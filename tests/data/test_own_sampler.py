@@ -59,7 +59,7 @@ ALL = [*RANKLESS, "torch.utils.data.DistributedSampler", "orders.Blocks"]
 
 @pytest.mark.parametrize("target", ALL)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_each_index_of_an_epoch_is_used_once_on_any_number_of_ranks(target: str, ranks: int) -> None:
+def test_each_index_is_used_once_on_any_number_of_ranks(target: str, ranks: int) -> None:
     torch.manual_seed(0)
     samplers = []
     for rank in range(ranks):
@@ -183,7 +183,7 @@ def test_a_mistake_in_the_config_is_one_line(overrides: list[str], words: str) -
     assert words in str(error.value)
 
 
-def test_options_beside_the_target_are_passed_and_a_salt_is_another_run() -> None:
+def test_options_beside_the_target_are_passed() -> None:
     composed = [compose(["sampler=own", "sampler._target_=orders.Shuffled", f"sampler.salt={salt}"]) for salt in (1, 2)]
     found = [list(make_own_sampler(one.config, range(SIZE), SIZES, 1, 0)) for one in composed]
     assert found[0] == np.random.default_rng([1, 0]).permutation(SIZE).tolist()
@@ -226,14 +226,14 @@ class DrawnAtCreation:
         """Every epoch is the same."""
 
 
-def test_what_a_sampler_draws_when_it_is_made_is_the_same_where_another_rank_looks_it_up() -> None:
+def test_draws_of_a_samplers_constructor_agree_across_ranks() -> None:
     first, other = (own_sampler(DrawnAtCreation, True, SIZE, 2, rank, 3) for rank in (0, 1))
     before = torch.get_rng_state()
     assert first.indices_at(np.arange(6), 0).tolist() == [*np.stack([list(first), list(other)], 1).reshape(-1)[:6]]
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_sampler_with_the_contract_of_this_package_is_used_as_it_is() -> None:
+def test_sampler_with_the_packages_contract_is_used_as_it_is() -> None:
     def make(num_replicas: int, rank: int) -> Any:
         return ElasticSampler(SIZES, [1.0, 1.0], global_batch_size=4, num_replicas=num_replicas, rank=rank)
 

@@ -125,7 +125,7 @@ RESTS = {name: take_batches(loaded(made(name), state), 5) for name, state in STA
 
 @pytest.mark.parametrize("name", LOADERS)
 @given_in_tiers(data=st.data(), few=20, many=300)
-def test_a_damaged_state_of_a_loader_is_refused_or_makes_no_difference(name: str, data: st.DataObject) -> None:
+def test_damaged_loader_state_is_refused_or_harmless(name: str, data: st.DataObject) -> None:
     state, _ = data.draw(damaged(STATES[name]))
     loader = made(name)
     if not refused(loader, state):
@@ -134,7 +134,7 @@ def test_a_damaged_state_of_a_loader_is_refused_or_makes_no_difference(name: str
 
 @pytest.mark.parametrize("name", ["distributed", "elastic", "stream"])
 @given_in_tiers(data=st.data(), few=15, many=200)
-def test_a_damaged_state_of_all_ranks_is_refused_or_makes_no_difference(name: str, data: st.DataObject) -> None:
+def test_damaged_state_of_all_ranks_is_refused_or_harmless(name: str, data: st.DataObject) -> None:
     loader = made(name)
     state, _ = data.draw(damaged(loader.aggregate_state_dict([STATES[name]])))
     if not refused(loader, state):
@@ -146,7 +146,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {"distributed": distributed, "mixture":
 
 @pytest.mark.parametrize("name", SAMPLERS)
 @given_in_tiers(data=st.data(), few=30, many=300)
-def test_a_damaged_state_of_a_sampler_is_refused_or_makes_no_difference(name: str, data: st.DataObject) -> None:
+def test_damaged_sampler_state_is_refused_or_harmless(name: str, data: st.DataObject) -> None:
     def rest(sampler: Any) -> list[int]:
         return [index for index, _ in zip(sampler, range(9), strict=False)]
 
@@ -176,9 +176,7 @@ SHORT = ("epoch", "batches_yielded", "samples_yielded", "batch_size", "sampler")
 
 @pytest.mark.parametrize("name", ["distributed", "mixture", "elastic", "torch's sampler"])
 @given_in_tiers(data=st.data(), few=20, many=300)
-def test_a_damaged_state_of_another_loader_is_refused_or_is_a_place_in_the_epoch(
-    name: str, data: st.DataObject
-) -> None:
+def test_damaged_foreign_state_is_refused_or_a_place(name: str, data: st.DataObject) -> None:
     """Without a digest it may name any place, but one that exists."""
     state, _ = data.draw(damaged({key: STATES[name][key] for key in SHORT}))
     loader = made(name)
@@ -225,7 +223,7 @@ def test_changes_of_weights_that_are_out_of_order_are_refused() -> None:
             segments_from_json(damaged)
 
 
-def test_a_place_in_counts_of_another_loader_must_be_within_the_epoch() -> None:
+def test_place_from_another_loader_must_be_in_the_epoch() -> None:
     for batches, fits in ((3, True), (4, True), (5, False), (10**9, False)):
         loader = StatefulDataLoader(Augmented(SIZE), 3, sampler=distributed())
         assert refused(loader, {"epoch": 0, "batches_yielded": batches}) != fits
@@ -262,7 +260,7 @@ class Scaled(Squares):
         assert state == self.state_dict()
 
 
-def test_a_state_with_a_number_of_numpy_is_the_same_state_after_json() -> None:
+def test_state_with_numpy_numbers_survives_json() -> None:
     def make() -> Any:
         return StatefulDataLoader(Scaled(SIZE), 3, sampler=distributed())
 
@@ -297,7 +295,7 @@ RANKS: dict[str, Callable[[int], Any]] = {
 @pytest.mark.parametrize("name", RANKS)
 @settings(max_examples=10)
 @given(first=st.integers(0, 15), second=st.integers(0, 15))
-def test_ranks_at_different_steps_are_neither_combined_nor_dealt_out(name: str, first: int, second: int) -> None:
+def test_ranks_at_different_steps_are_not_combined(name: str, first: int, second: int) -> None:
     states = of_ranks(RANKS[name], (first, second))
     loader = RANKS[name](0)
     if first == second:
@@ -330,7 +328,7 @@ def test_ranks_with_different_settings_are_not_combined(key: str, other: Any) ->
         other.aggregate_state_dict(states)
 
 
-def test_ranks_whose_streams_differ_in_length_may_be_in_different_epochs() -> None:
+def test_streams_of_unequal_ranks_may_be_in_different_epochs() -> None:
     def make(rank: int) -> Any:
         return StatefulDataLoader(Generated([[8], [6]][rank]), 2)
 
@@ -356,7 +354,7 @@ class OwnEpochs(Sampler[int]):
 
 
 @pytest.mark.parametrize("batches", range(1, 14))
-def test_ranks_with_samplers_of_different_lengths_are_combined_after_any_step(batches: int) -> None:
+def test_samplers_of_unequal_ranks_combine_after_any_step(batches: int) -> None:
     def make(rank: int) -> Any:
         return StatefulDataLoader(Squares(SIZE), 2, sampler=OwnEpochs(rank))
 
@@ -370,7 +368,7 @@ def test_ranks_with_samplers_of_different_lengths_are_combined_after_any_step(ba
 
 @pytest.mark.parametrize("kind", [OwnEpochs, lambda rank, of: TorchSampler(Squares(SIZE), of, rank)])
 @pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_a_sampler_that_cannot_redistribute_its_samples_is_refused_on_other_ranks(kind: Any, ranks: int) -> None:
+def test_sampler_that_cannot_redistribute_is_refused(kind: Any, ranks: int) -> None:
     def make(rank: int, of: int = 2) -> Any:
         return StatefulDataLoader(Squares(SIZE), 2, sampler=kind(rank, of))
 

@@ -73,9 +73,7 @@ def test_a_prepared_text_is_reopened_without_reading_it(tmp_path: Path, monkeypa
     assert pickle.loads(pickle.dumps(again)).fingerprint() == first.fingerprint()
 
 
-def test_the_cache_directory_comes_from_argument_environment_or_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_directory_has_three_places_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUNNER_CACHE", str(tmp_path))
     assert paths.cache_directory() == tmp_path
     assert paths.cache_directory("/elsewhere") == Path("/elsewhere")
@@ -166,7 +164,7 @@ def test_processes_that_prepare_concurrently_get_the_same_text(tmp_path: Path) -
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_files_of_one_name_size_and_time_in_two_folders_are_two_texts(tmp_path: Path) -> None:
+def test_equal_files_in_two_folders_are_two_texts(tmp_path: Path) -> None:
     """As those unpacked from two archives may be."""
     found = []
     for letter in "ab":

@@ -81,7 +81,7 @@ def test_a_phase_has_shares_of_tokens_of_its_own_temperature(tmp_path: Path) -> 
     assert schedule.at(30).lr_scale == 0.1
 
 
-def test_samples_of_as_many_tokens_keep_the_weights_and_the_temperature_that_they_had(tmp_path: Path) -> None:
+def test_samples_of_equal_tokens_keep_their_weights(tmp_path: Path) -> None:
     data = {name: TokenDataset(np.zeros(16 * size + 1, np.uint8), 16) for name, size in (("web", 5), ("books", 7))}
     given = config({"web": 3.0}, temperature=2.0)
     given = replace(given, data=DataConfig(sources={"web": {}, "books": {}}))

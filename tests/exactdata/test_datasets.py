@@ -64,7 +64,7 @@ def same(a: Any, b: Any) -> bool:
     return a.keys() == b.keys() and all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)
 
 
-def test_a_sample_has_sequence_length_tokens_and_the_next_tokens_as_labels() -> None:
+def test_sample_has_tokens_and_the_next_tokens_as_labels() -> None:
     data = TokenDataset(tokens(33), sequence_length=8)
     assert len(data) == 4
     assert data[1]["input_ids"].tolist() == list(range(8, 16))
@@ -202,7 +202,7 @@ def test_bin_and_npy_shards_hold_the_same_samples(tmp_path: Path) -> None:
         assert same(plain[5], other[5])
 
 
-def test_there_may_be_more_shards_than_files_may_be_open_at_first(tmp_path: Path) -> None:
+def test_more_shards_than_open_files_are_possible(tmp_path: Path) -> None:
     """Many systems begin with a limit of 1,024, which a process may raise; 10^12 tokens are more shards."""
     for number in range(200):
         np.save(tmp_path / f"{number:03}.npy", np.arange(20, dtype=np.uint16))
@@ -409,7 +409,7 @@ def test_the_states_of_sources_are_restored_with_the_loader(workers: int) -> Non
     assert taken + list(second) == whole
 
 
-def test_a_mixture_without_stateful_sources_has_no_state_and_a_state_of_other_sources_is_refused() -> None:
+def test_state_of_other_sources_is_refused_by_a_mixture() -> None:
     plain = StatefulDataLoader(MixtureDataset([Numbers(2), Numbers(3)], ["a", "b"]))
     next(iter(plain))
     assert plain.state_dict()["dataset"] is None

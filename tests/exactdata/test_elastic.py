@@ -122,7 +122,7 @@ class MinimalLoader:
     few=8,
     many=200,
 )
-def test_a_minimal_loader_resumes_with_the_state_alone_or_with_an_additional_skip(
+def test_minimal_loader_resumes_by_state_or_state_and_skip(
     arguments: dict[str, Any], attempts: list[tuple[int, int, int]], skips: bool
 ) -> None:
     """Both conventions reach the same position, after any number of saves, with any number of ranks."""
@@ -138,7 +138,7 @@ def test_a_minimal_loader_resumes_with_the_state_alone_or_with_an_additional_ski
     assert consumed == whole(arguments, len(consumed))
 
 
-def test_a_skip_of_zero_resumes_at_the_state_and_one_before_position_zero_is_an_error() -> None:
+def test_skip_before_position_zero_is_an_error() -> None:
     mine, other = (ElasticSampler({"a": 50}, [1], global_batch_size=2, num_replicas=n, rank=0) for n in (1, 2))
     expected = list(itertools.islice(mine, 20))
     mine.set_skip(0)
@@ -216,7 +216,7 @@ def test_epoch_caps_are_exact_to_the_sample(arguments: dict[str, Any]) -> None:
     assert mine.order.consumed_at(total) == {name: int((names == name).sum()) for name in sorted(arguments["sizes"])}
 
 
-def test_a_capped_source_completes_its_epochs_and_the_others_continue() -> None:
+def test_capped_source_completes_its_epochs() -> None:
     mine = ElasticSampler(
         {"a": 7, "b": 100}, {"a": 3, "b": 1}, global_batch_size=4, max_epochs={"a": 2}, num_replicas=1
     )
@@ -437,7 +437,7 @@ def test_equal_weights_do_not_change_the_order() -> None:
     assert mine.indices_at(np.arange(100)).tolist() == expected
 
 
-def test_excluded_samples_are_never_drawn_and_the_others_keep_their_order() -> None:
+def test_excluded_samples_are_never_drawn_and_order_is_kept() -> None:
     plain = ElasticSampler({"a": 30, "b": 30}, [1, 1], global_batch_size=1, num_replicas=1, seed=4)
     mine = ElasticSampler({"a": 30, "b": 30}, [1, 1], global_batch_size=1, num_replicas=1, seed=4)
     mine.exclude(["a:3-7", "b:0"], position=20)
@@ -475,7 +475,7 @@ def by_source(mine: ElasticSampler, count: int) -> dict[str, list[tuple[int, int
     few=12,
     many=200,
 )
-def test_positions_excluded_together_leave_out_exactly_what_stood_there(
+def test_positions_excluded_together_leave_out_what_was_there(
     arguments: dict[str, Any], ranges: list[tuple[int, int]], random: Any
 ) -> None:
     """However they are written, in any order, overlapping or not, across changes of weights."""
@@ -502,7 +502,7 @@ def test_positions_excluded_together_leave_out_exactly_what_stood_there(
     assert np.array_equal(mine.locate(positions)[0], plain.locate(positions)[0]), "the same sources at every position"
 
 
-def test_a_later_exclusion_counts_in_the_order_with_the_earlier_one() -> None:
+def test_later_exclusion_counts_in_the_reduced_order() -> None:
     arguments: dict[str, Any] = {"sizes": {"a": 300}, "weights": [1], "global_batch_size": 1, "num_replicas": 1}
     plain, mine = ElasticSampler(**arguments), ElasticSampler(**arguments, exclude=["20-24"])
     mine.exclude(["25-29", "20"], position=3)
@@ -514,7 +514,7 @@ def test_a_later_exclusion_counts_in_the_order_with_the_earlier_one() -> None:
     assert configured.indices_at(np.arange(150)).tolist() == expected[:150].tolist()
 
 
-def test_positions_that_are_excluded_before_new_weights_are_those_of_the_old_ones() -> None:
+def test_positions_excluded_before_new_weights_are_the_old_ones() -> None:
     arguments: dict[str, Any] = {"sizes": {"a": 99, "b": 99}, "global_batch_size": 1, "num_replicas": 1}
     plain = ElasticSampler(**arguments, weights=[1, 1])
     gone = set(zip(*(part.tolist() for part in plain.locate(np.arange(20, 30))), strict=True))
@@ -567,7 +567,7 @@ def test_an_exclusion_survives_every_other_change(exclude: str, changed: dict[st
 
 @pytest.mark.parametrize("made", ["a:3", "a:2-4", "positions:20-29"])
 @pytest.mark.parametrize("configured", [["a:3"], ["a:1-3"], ["positions:18-24"]])
-def test_a_call_in_the_run_is_not_undone_by_what_the_configuration_withdraws(made: str, configured: list[str]) -> None:
+def test_withdrawn_configuration_does_not_undo_a_call(made: str, configured: list[str]) -> None:
     arguments: dict[str, Any] = {"sizes": {"a": 40, "b": 40}, "weights": [1, 1], "global_batch_size": 1}
     arguments |= {"num_replicas": 1, "allow_data_change": True}
     alone = {**arguments, "sizes": {"b": 40}, "weights": [1]}
@@ -586,7 +586,7 @@ def test_a_call_in_the_run_is_not_undone_by_what_the_configuration_withdraws(mad
         assert ("a", 3) not in set(zip(names.tolist(), indices.tolist(), strict=True))
 
 
-def test_positions_that_a_call_excluded_are_other_samples_when_the_configuration_names_them() -> None:
+def test_excluded_positions_named_later_are_other_samples() -> None:
     """Positions name what stood there in the run that was looked at: after the call, its next samples."""
 
     def at(sampler: ElasticSampler) -> list[int]:
@@ -645,7 +645,7 @@ def test_a_pending_change_of_weights_survives_every_other_change(
     assert set(configured.locate(np.arange(cuts[0], position))[0]) == {"a", "b", *new}
 
 
-def test_a_pending_change_gives_way_to_a_planned_one_at_its_position_and_to_the_end_of_its_sources() -> None:
+def test_pending_change_gives_way_to_a_planned_one() -> None:
     arguments: dict[str, Any] = {"global_batch_size": 1, "num_replicas": 1, "allow_data_change": True}
     made = ElasticSampler({"a": 40, "b": 40}, [1, 1], **arguments)
     list(itertools.islice(made, 10))
@@ -748,7 +748,7 @@ def test_find_is_minus_one_for_whatever_is_never_consumed(exclude: list[str]) ->
         assert found == -1 or large.locate(found) == (name, 1, epoch)
 
 
-def test_a_changed_configuration_keeps_the_past_and_changes_the_future() -> None:
+def test_changed_configuration_keeps_the_past() -> None:
     old = ElasticSampler({"a": 40, "b": 40}, [1, 1], global_batch_size=2, num_replicas=2, rank=0)
     state = old.state_dict_at(30)
     new: dict[str, Any] = {
@@ -926,9 +926,7 @@ def test_changes_that_make_no_sense_are_errors() -> None:
     few=20,
     many=200,
 )
-def test_changes_of_weights_ahead_do_not_depend_on_the_order_of_the_calls(
-    changes: list[tuple[int, float]], shuffler: random.Random
-) -> None:
+def test_future_weight_changes_commute(changes: list[tuple[int, float]], shuffler: random.Random) -> None:
     """A change to the weights that hold at its position anyway holds on, if another comes to stand before it."""
     last = dict(changes)
     played = list(last.items())

@@ -93,7 +93,7 @@ def test_what_is_left_of_each_epoch_is_counted(
         assert ranks[i * size : (i + 1) * size].tolist() == [sum(kept[:offset]) for offset in range(size)]
 
 
-def test_a_source_of_one_sample_is_drawn_once_an_epoch_beside_one_that_is_excluded_from() -> None:
+def test_source_of_one_sample_is_drawn_once_an_epoch() -> None:
     mine = make(sizes={"a": 1, "b": 4}, weights=[1, 1], exclude=["b:0"])
     ids, index, epochs = mine.locate(np.arange(20))
     of_a = ids == "a"
@@ -213,7 +213,7 @@ def test_exclusions_that_stay_keep_what_stood_at_their_positions() -> None:
             assert Exclusion.from_json(one.to_json()) == one
 
 
-def test_a_call_for_each_of_many_exclusions_means_the_same_as_one_for_all() -> None:
+def test_many_exclusions_mean_the_same_one_by_one() -> None:
     one, other = make(), make()
     texts = many("samples", 200)
     for text in texts:
@@ -248,7 +248,7 @@ def test_numbers_may_be_written_in_any_digits() -> None:
 
 
 @given_in_tiers(st.data(), few=60, many=1000)
-def test_exclusions_of_a_record_that_was_edited_are_refused_or_usable(data: st.DataObject) -> None:
+def test_edited_exclusions_are_refused_or_usable(data: st.DataObject) -> None:
     """Whatever they hold, reading them gives exclusions, or one ValueError."""
     number = st.integers(-3, 5) | st.integers(-(2**62), 2**63) | st.none() | st.floats() | st.just("1")
     value = {

@@ -294,7 +294,7 @@ def test_a_state_of_torchdatas_stream_is_refused() -> None:
         loader.load_state_dict(single(0, fetcher_state={"dataset_iter_state": None, "fetcher_ended": False}))
 
 
-def test_a_sampler_that_does_not_load_the_state_of_its_iterator_is_refused() -> None:
+def test_iterator_state_that_does_not_load_is_refused() -> None:
     loader = StatefulDataLoader(DATA, 4, batch_sampler=None, sampler=list(DATA))
     loader.load_state_dict(single(8, sampler_iter_state={"at": 8}))
     with pytest.raises(LoaderStateError, match="which list cannot load: pass the sampler that it was saved with"):
@@ -323,7 +323,7 @@ def test_a_state_of_kempnerforge_continues_its_order(arguments: Arguments, epoch
         assert torch.hstack(list(again)).tolist() == order
 
 
-def test_a_state_of_kempnerforge_with_another_seed_or_number_of_ranks_is_refused() -> None:
+def test_kempnerforge_state_with_another_seed_is_refused() -> None:
     saved = {"epoch": 0, "seed": 0, "num_replicas": 2, "rank": 1}
     for key in ("seed", "num_replicas"):
         loader = StatefulDataLoader(DATA, 4, **ours())
@@ -332,7 +332,7 @@ def test_a_state_of_kempnerforge_with_another_seed_or_number_of_ranks_is_refused
 
 
 @pytest.mark.parametrize("state", [single(8), parallel(8), {"epoch": 0, "batches_yielded": 1, "sampler": {"epoch": 0}}])
-def test_a_trainer_loader_says_what_to_do_with_a_state_of_another_loader(state: dict[str, Any]) -> None:
+def test_foreign_trainer_state_is_refused_with_the_remedy(state: dict[str, Any]) -> None:
     loader = TrainerLoader(DATA, global_batch_size=4)
     with pytest.raises(LoaderStateError, match="load it into StatefulDataLoader with the sampler"):
         loader.load_state_dict(state)

@@ -101,9 +101,7 @@ MAPS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", MAPS)
-def test_pixels_are_the_same_for_any_workers_ranks_batch_size_and_after_a_resume(
-    name: str, workers: int, whole: dict[int, tuple[int, bytes]]
-) -> None:
+def test_pixels_do_not_depend_on_shape_or_resumes(name: str, workers: int, whole: dict[int, tuple[int, bytes]]) -> None:
     assert by_position(loader_of(MAPS[name](), workers)) == whole
     first = [loader_of(MAPS[name](), workers, 2, ranks=2, rank=rank) for rank in range(2)]
     found = by_position(first[0], 6) | by_position(first[1], 6)  # two global batches of 12
@@ -124,7 +122,7 @@ def test_the_generators_of_the_training_do_not_move(data: Any) -> None:
     assert generators.drawn_from(before) == ""
 
 
-def test_a_sample_is_fetched_once_and_a_list_is_asked_for_until_it_draws() -> None:
+def test_sample_is_fetched_once_until_it_draws() -> None:
     data = Listed()
     list(loader_of(data, batch_size=12))
     assert data.asked == [12, *[1] * 72]  # the first batch again, and then one by one
@@ -134,7 +132,7 @@ def test_a_sample_is_fetched_once_and_a_list_is_asked_for_until_it_draws() -> No
     assert nothing.asked == [12] * 6
 
 
-def test_a_collate_function_that_draws_depends_on_the_batch_alone() -> None:
+def test_collate_draws_depend_on_the_batch_alone() -> None:
     """As one that mixes the samples of a batch."""
 
     def mix(samples: list[Any]) -> Any:
@@ -159,7 +157,7 @@ def test_a_source_of_a_mixture_draws_the_same() -> None:
     assert by_position(loader_of(mixed)) == by_position(loader_of(Pictures(), 2))
 
 
-def test_a_dataset_that_keeps_the_generators_as_its_state_is_seeded_too() -> None:
+def test_generators_kept_as_dataset_state_are_seeded_too() -> None:
     config = types.SimpleNamespace(num_workers=0)
     loaders = [StatefulDataLoader(Stateful(), 4, config=config, collate_fn=identity) for _ in range(2)]
     first = list(islice(loaders[0], 3))
@@ -186,7 +184,7 @@ def test_without_a_config_the_draws_are_those_of_torchs_loader() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("data", [Gathered(), Stream()], ids=["batches", "stream"])
-def test_draws_that_depend_on_more_than_the_sample_are_named_at_the_first_batch(
+def test_draws_beyond_the_sample_are_named_at_the_first_batch(
     data: Any, workers: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(global_draws, "_warned", set())
@@ -201,7 +199,7 @@ def test_draws_that_depend_on_more_than_the_sample_are_named_at_the_first_batch(
     assert not caplog.records
 
 
-def test_a_dataset_that_says_that_it_draws_nothing_and_does_is_named(
+def test_dataset_that_draws_against_its_word_is_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(global_draws, "_warned", set())

@@ -60,7 +60,7 @@ def test_a_single_different_sample_changes_the_digest(where: int, shift: int) ->
     assert (consumed(positions, indices).digest == consumed(positions, swapped).digest) is same
 
 
-def test_a_resume_verifies_the_last_steps_and_refuses_another_order() -> None:
+def test_resume_verifies_the_last_steps_of_the_order() -> None:
     mine = sampler()
     positions = np.arange(60)
     saved = consumed(positions, mine.indices_at(positions)).state_dict()
@@ -83,7 +83,7 @@ def test_the_verified_window_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 7, 255, 256, 257, 1000])
-def test_a_ledger_is_small_at_any_batch_and_verifies_as_many_samples(step: int) -> None:
+def test_ledger_is_small_and_verifies_at_any_batch(step: int) -> None:
     """Of steps with few samples several share a digest; it is compared with the same samples all the same."""
     mine, one = sampler(), ledger()
     positions = np.arange(80_000 // step * step)
@@ -180,7 +180,7 @@ def measuring(*names: str, sizes: dict[str, int] = SIZES) -> DataLedger:
 
 
 @given(st.integers(1, 6), st.sampled_from([1, 7, 60]))
-def test_tokens_and_documents_are_those_of_the_samples_on_any_number_of_ranks(world: int, step: int) -> None:
+def test_tokens_and_documents_count_equally_on_any_ranks(world: int, step: int) -> None:
     positions = np.arange(60)
     indices = sampler().indices_at(positions)
     ranks = [measuring("prose") for _ in range(world)]
@@ -198,7 +198,7 @@ def test_tokens_and_documents_are_those_of_the_samples_on_any_number_of_ranks(wo
     assert {**state, "seal": ""} == {**plain.state_dict(), "seal": ""}
 
 
-def test_counts_of_tokens_go_on_when_sources_come_go_and_begin_to_be_measured() -> None:
+def test_token_counts_survive_coming_and_going_sources() -> None:
     positions = np.arange(60)
     indices = sampler().indices_at(positions)
     unmeasured = consumed(positions, indices).state_dict()

@@ -146,7 +146,7 @@ def test_an_error_in_a_batch_that_is_discarded_is_not_raised(config: Any) -> Non
 
 
 @pytest.mark.parametrize("config", [*CONFIGS, {"num_workers": 2, "persistent_workers": True}])
-def test_after_an_error_and_a_change_the_failed_batch_is_skipped_in_every_way_of_fetching(config: Any) -> None:
+def test_failed_batch_is_skipped_by_every_way_of_fetching(config: Any) -> None:
     planned = [(2, {"a": 0, "b": 1}), (4, {"a": 1, "b": 0})]
     sampler = ElasticSampler(SIZES, [1, 0], num_replicas=1, global_batch_size=2, segments=planned)
     loader: Any = StatefulDataLoader(Failing(TOTAL), 2, sampler=sampler, collate_fn=identity, **config)
@@ -179,7 +179,7 @@ def test_a_first_batch_that_fails_after_a_resume_does_not_count(config: Any) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [0, 1, 5])
-def test_a_dataset_with_a_state_in_workers_goes_back_with_what_is_discarded(cut: int) -> None:
+def test_worker_dataset_state_goes_back_with_discarded_work(cut: int) -> None:
     run = Run(Noisy(TOTAL), num_workers=2, prefetch_factor=3)
     stream = iter(run.loader)
     for _ in range(3):

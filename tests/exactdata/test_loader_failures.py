@@ -71,7 +71,7 @@ class Broken(Squares):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("error", [ValueError("rotten"), KeyError("rotten"), OSError(5, "rotten")])
-def test_error_of_a_dataset_names_the_sample_its_source_and_the_process(workers: int, error: Exception) -> None:
+def test_dataset_error_names_sample_source_and_process(workers: int, error: Exception) -> None:
     data = MixtureDataset([Squares(10), Broken(10, 4, error)], ["good", "bad"])
     loader = StatefulDataLoader(data, batch_size=4, num_workers=workers, collate_fn=identity)
     iterator = iter(loader)
@@ -168,7 +168,7 @@ def test_stop_iteration_is_an_error_and_not_the_end_of_the_epoch(kind: str, work
         next(iter(again))  # the same batch
 
 
-def test_a_function_that_ends_an_iterator_of_the_standard_library_may_say_so() -> None:
+def test_function_that_ends_a_library_iterator_may_say_so() -> None:
     class Called(IterableDataset[int]):
         def __iter__(self) -> Any:
             return iter(iter(range(5)).__next__, None)
@@ -183,7 +183,7 @@ def test_a_function_that_ends_an_iterator_of_the_standard_library_may_say_so() -
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("at", [0, 3, 9])
-def test_state_of_a_stream_after_an_error_is_that_of_the_batch_before(at: int, workers: int) -> None:
+def test_stream_state_after_an_error_is_of_the_batch_before(at: int, workers: int) -> None:
     def make(broken: int | None) -> Any:
         def collate(samples: list[int]) -> list[int]:
             if broken in samples:
@@ -202,7 +202,7 @@ def test_state_of_a_stream_after_an_error_is_that_of_the_batch_before(at: int, w
     assert found + list(again) == whole
 
 
-def test_state_of_a_sampler_after_an_error_is_that_of_the_batch_before() -> None:
+def test_sampler_state_after_an_error_is_of_the_batch_before() -> None:
     loader = StatefulDataLoader(Broken(20, 9, ValueError("rotten")), batch_size=4, sampler=CursorSampler(20))
     found: list[Any] = []
     with pytest.raises(ValueError, match="rotten"):
@@ -244,9 +244,7 @@ class Deadly(Squares):
     [("kill", 0, "is killed by signal|exited unexpectedly"), ("hang", 5, "timed out after 5")],
 )
 @pytest.mark.slow
-def test_error_of_a_dead_or_late_worker_names_it_and_the_state_stays_valid(
-    how: str, timeout: int, message: str
-) -> None:
+def test_dead_or_late_worker_is_named_and_the_state_stays_valid(how: str, timeout: int, message: str) -> None:
     loader = StatefulDataLoader(Deadly(40, 14, how), batch_size=4, num_workers=2, timeout=timeout)
     iterator = iter(loader)
     found: list[Any] = []
@@ -307,7 +305,7 @@ def test_workers_end_with_their_iterator(persistent: bool) -> None:
     assert ended(workers)
 
 
-def test_workers_end_when_the_garbage_collector_frees_their_iterator() -> None:
+def test_workers_end_when_their_iterator_is_collected() -> None:
     before = children()
     loader = StatefulDataLoader(Squares(60), batch_size=4, num_workers=2)
     iterator = iter(loader)
@@ -368,7 +366,7 @@ def wait_until_gone(pids: list[int], seconds: float = 120) -> list[int]:
 
 
 @pytest.mark.slow
-def test_workers_die_with_a_killed_parent_even_in_the_middle_of_a_sample() -> None:
+def test_workers_die_with_a_killed_parent() -> None:
     parent, pids = children_of("time.sleep(600)")
     parent.kill()
     parent.wait()
@@ -440,7 +438,7 @@ SLOW = [pytest.param(outer, method, "raise", marks=pytest.mark.slow) for outer, 
 @pytest.mark.parametrize(
     ("outer", "method", "how"), [*(("f", "f", how) for how in ("raise", "exit", "del", "kill", "hang")), *SLOW]
 )
-def test_no_way_of_leaving_an_iteration_keeps_a_process_from_exiting(outer: str, method: str, how: str) -> None:
+def test_no_way_to_leave_an_iteration_blocks_the_exit(outer: str, method: str, how: str) -> None:
     names = {"f": "fork", "s": "spawn"}
     process: Any = multiprocessing.get_context(names[outer])
     process = process.Process(target=leave, args=(how, names[method]))
@@ -478,7 +476,7 @@ class Paused(Gathered):
         return super().__getitems__(indices)
 
 
-def test_a_fork_in_the_middle_of_a_prefetch_can_iterate_over_the_same_dataset() -> None:
+def test_fork_during_a_prefetch_can_iterate_the_dataset() -> None:
     data = Paused()
     threading.Thread(target=lambda: next(iter(StatefulDataLoader(data, batch_size=4, num_workers=1)))).start()
     data.begun.wait()
@@ -528,7 +526,7 @@ def test_a_state_of_the_reference_loader_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("had_generator", [True, False])
-def test_a_state_is_refused_if_only_one_of_the_samplers_draws_from_a_generator_of_its_own(had_generator: bool) -> None:
+def test_state_is_refused_if_only_one_sampler_has_a_generator(had_generator: bool) -> None:
     def make(has_generator: bool) -> StatefulDataLoader[Any]:
         generator = torch.Generator().manual_seed(1) if has_generator else None
         return StatefulDataLoader(Squares(20), 4, sampler=RandomSampler(Squares(20), generator=generator))
@@ -541,7 +539,7 @@ def test_a_state_is_refused_if_only_one_of_the_samplers_draws_from_a_generator_o
     assert len(list(again)) == 5
 
 
-def test_streams_that_cannot_be_redistributed_are_refused_if_the_worker_count_changed() -> None:
+def test_fixed_streams_are_refused_on_another_worker_count() -> None:
     loader = StatefulDataLoader(Generated([20]), batch_size=4)
     next(iter(loader))
     state = loader.state_dict()
@@ -558,7 +556,7 @@ def test_streams_that_cannot_be_redistributed_are_refused_if_the_worker_count_ch
 
 
 @pytest.mark.parametrize("plan", [(0, 2), (2, 1), (2, 0)])
-def test_a_stream_that_redistributes_its_states_resumes_with_another_number_of_workers(plan: tuple[int, int]) -> None:
+def test_redistributing_stream_resumes_on_other_workers(plan: tuple[int, int]) -> None:
     before, after = plan
     loader = StatefulDataLoader(Blocks(50), batch_size=3, num_workers=before)
     found = [item for _, batch in zip(range(5), loader, strict=False) for item in batch.tolist()]
@@ -663,7 +661,7 @@ def make_loaded(loader: Any, state: Any) -> Any:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("data", [Squares(20), Gathered(20)], ids=["process", "thread"])
-def test_each_batch_comes_with_its_own_record_whatever_was_prefetched(data: Any, workers: int) -> None:
+def test_each_batch_has_its_record_despite_prefetching(data: Any, workers: int) -> None:
     def make() -> Any:
         sampler = DistributedSampler(data, num_replicas=2, rank=1, shuffle=False)
         return StatefulDataLoader(data, batch_size=4, sampler=sampler, num_workers=workers)
@@ -687,7 +685,7 @@ def test_a_record_has_only_what_is_known(workers: int) -> None:
     assert (np.asarray(record.indices).tolist(), record.positions) == ([0, 1, 2, 3], None)
 
 
-def test_an_older_iterator_of_persistent_workers_gets_the_records_of_the_newer_one() -> None:
+def test_persistent_workers_records_go_to_the_newer_iterator() -> None:
     loader = StatefulDataLoader(Squares(12), batch_size=2, num_workers=1, persistent_workers=True)
     older = loader.iter_recorded()
     list(islice(older, 3))
@@ -738,7 +736,7 @@ class OneHandle(Gathered):
         return {"x": np.stack(rows)}
 
 
-def test_prefetch_threads_never_access_a_dataset_at_the_same_time() -> None:
+def test_prefetch_threads_never_share_a_dataset() -> None:
     dataset = OneHandle(200)
     loader = StatefulDataLoader(dataset, batch_size=10, num_workers=2)
     older = iter(loader)
@@ -798,7 +796,7 @@ def test_a_thread_prefetches_only_if_the_dataset_allows_it(prefetch: str | None)
     assert mixed.prefetch == prefetch
 
 
-def test_a_worker_exits_if_its_parent_was_killed_before_it_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_of_a_parent_killed_early_exits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise it would wait for the exit of the process that adopted it, which never comes."""
 
     def exit_(status: int) -> None:

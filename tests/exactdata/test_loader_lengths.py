@@ -55,7 +55,7 @@ def test_epochs_count_the_sources_that_are_drawn() -> None:
     few=10,
     many=100,
 )
-def test_a_run_that_is_resumed_on_other_ranks_ends_at_the_same_sample(cuts: list[int], ranks: list[int]) -> None:
+def test_run_resumed_on_other_ranks_ends_at_the_same_sample(cuts: list[int], ranks: list[int]) -> None:
     order = [index for index, _ in zip(sampler(), range(96), strict=False)]
     state, found = None, []
     for cut, of in zip([*cuts, 100], [*ranks, 2], strict=False):
@@ -71,7 +71,7 @@ def test_a_run_that_is_resumed_on_other_ranks_ends_at_the_same_sample(cuts: list
     assert 96 - len(found) < 3 or len(cuts) > len(ranks)
 
 
-def test_the_length_is_that_of_the_whole_run_before_and_after_a_resume() -> None:
+def test_length_is_of_the_whole_run_before_and_after_a_resume() -> None:
     """Loops that count batches compare them with it."""
     first = loader(samples=90)
     stream = iter(first)
@@ -84,7 +84,7 @@ def test_the_length_is_that_of_the_whole_run_before_and_after_a_resume() -> None
 
 
 @pytest.mark.parametrize(("before", "of", "batch_size"), [(2, 1, 8), (2, 1, 4), (1, 2, 4), (1, 4, 4), (3, 2, 5)])
-def test_the_length_after_a_resume_on_other_ranks_is_what_is_yielded(before: int, of: int, batch_size: int) -> None:
+def test_length_on_other_ranks_is_what_is_yielded(before: int, of: int, batch_size: int) -> None:
     """Trainers stop there: 45 in place of 50 would leave out the last samples."""
     first = loader(0, before, samples=400)
     take_batches(first, 10)
@@ -100,7 +100,7 @@ def test_the_length_after_a_resume_on_other_ranks_is_what_is_yielded(before: int
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_the_length_after_a_resume_with_another_batch_size_is_what_is_yielded(drop_last: bool) -> None:
+def test_length_at_another_batch_size_is_what_is_yielded(drop_last: bool) -> None:
     def make(batch_size: int) -> Any:
         return StatefulDataLoader(Gathered(100), batch_size, shuffle=True, drop_last=drop_last)
 
@@ -176,7 +176,7 @@ CONFIGURED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CONFIGURED)
-def test_after_the_last_batch_the_next_epoch_begins_without_a_stop_iteration(name: str) -> None:
+def test_next_epoch_begins_without_a_stop_iteration(name: str) -> None:
     plain, counted = CONFIGURED[name](), CONFIGURED[name]()
     for _ in range(1 if name == "elastic" else 2):  # it ends for good
         expected = list(plain)
@@ -190,7 +190,7 @@ def test_after_the_last_batch_the_next_epoch_begins_without_a_stop_iteration(nam
 
 @settings(max_examples=20)
 @given(first=st.integers(1, 11), left=st.integers(0, 2), batch_size=st.integers(1, 5), drop_last=st.booleans())
-def test_an_epoch_after_one_that_was_ended_early_ends_where_the_samples_do(
+def test_epoch_after_a_short_one_ends_where_the_samples_do(
     first: int, left: int, batch_size: int, drop_last: bool
 ) -> None:
     """An `iter()` in mid-epoch repeats it, one after its last batch does not."""
@@ -226,7 +226,7 @@ class Growing(Sampler[list[int]]):
 
 
 @pytest.mark.parametrize("cut", range(1, 16))
-def test_a_batch_sampler_may_have_empty_batches_and_epochs_of_any_length(cut: int) -> None:
+def test_batch_sampler_may_have_empty_batches(cut: int) -> None:
     def make(state: Any = None) -> Any:
         made: Any = StatefulDataLoader(Squares(24), batch_sampler=Growing(), collate_fn=identity)
         if state is not None:

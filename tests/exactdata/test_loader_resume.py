@@ -179,7 +179,7 @@ def test_the_worker_count_may_change_at_a_resume(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["shuffled", "distributed", "elastic", "a sampler with a state"])
-def test_with_another_batch_size_a_resume_begins_at_the_next_sample(name: str) -> None:
+def test_resume_at_another_batch_size_takes_the_next_sample(name: str) -> None:
     def samples(batches: list[Any]) -> list[Any]:
         return [item for batch in batches for item in batch]
 
@@ -240,7 +240,7 @@ def loaded(loader: Any, state: Any) -> Any:
     return loader
 
 
-def test_states_before_the_first_batch_after_the_last_and_after_the_end() -> None:
+def test_states_at_both_ends_of_an_epoch_resume() -> None:
     make = seeded(MAPS["shuffled"], batch_size=5)
     loader = make()
     before = loader.state_dict()
@@ -284,7 +284,7 @@ class Unsized(EpochSampler):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_of_unknown_length_the_state_after_the_last_batch_has_an_empty_rest(workers: int) -> None:
+def test_state_of_unknown_length_has_an_empty_rest(workers: int) -> None:
     def make() -> Any:
         return StatefulDataLoader(Squares(SIZE), 5, sampler=Unsized(SIZE), num_workers=workers)
 
@@ -318,7 +318,7 @@ class DrawnAtOnce(Sampler[int]):
         self.drawn = state["drawn"]
 
 
-def test_an_order_that_was_drawn_and_not_begun_is_drawn_again_at_a_resume() -> None:
+def test_drawn_unstarted_order_is_drawn_again_at_a_resume() -> None:
     make = sampled(Squares(SIZE), DrawnAtOnce)
     loader = make(batch_size=5)
     iterator = iter(loader)
@@ -326,7 +326,7 @@ def test_an_order_that_was_drawn_and_not_begun_is_drawn_again_at_a_resume() -> N
     assert_same(list(loaded(make(batch_size=5), state)), list(iterator))
 
 
-def test_a_loaded_state_is_returned_unchanged_until_a_batch_is_yielded() -> None:
+def test_loaded_state_is_returned_unchanged_at_first() -> None:
     for make in KINDS.values():
         loader = seeded(make, batch_size=4)()
         take_batches(loader, 2)
@@ -369,7 +369,7 @@ def test_a_state_is_not_changed_by_the_batches_after_it() -> None:
     assert json.dumps(state) == before
 
 
-def test_loading_a_state_in_the_middle_of_an_epoch_resumes_from_it() -> None:
+def test_state_from_mid_epoch_resumes_there() -> None:
     for more in ({}, {"num_workers": 2, "persistent_workers": True}):
         loader = seeded(MAPS["shuffled"], batch_size=5, **more)()
         iterator = iter(loader)
@@ -380,7 +380,7 @@ def test_loading_a_state_in_the_middle_of_an_epoch_resumes_from_it() -> None:
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_of_two_states_loaded_one_after_another_the_last_one_counts(name: str) -> None:
+def test_last_of_two_loaded_states_counts(name: str) -> None:
     """One within an epoch must leave nothing behind for one between two epochs."""
     make = seeded(MAPS[name], batch_size=4)
     loader = make()
@@ -397,7 +397,7 @@ def mixture() -> Any:
 
 
 @pytest.mark.parametrize("sampler", [distributed, mixture])
-def test_a_seeded_sampler_itself_resumes_behind_what_its_loader_had_consumed(sampler: Any) -> None:
+def test_seeded_sampler_resumes_behind_its_loader(sampler: Any) -> None:
     """Whoever iterates over it instead of the loader gets the rest of the epoch."""
     loader = StatefulDataLoader(Squares(SIZE), batch_size=4, sampler=sampler())
     expected = list(sampler())[8:]
@@ -407,7 +407,7 @@ def test_a_seeded_sampler_itself_resumes_behind_what_its_loader_had_consumed(sam
     assert list(resumed) == expected
 
 
-def test_loading_a_state_ends_the_thread_that_prefetches_what_came_before() -> None:
+def test_loading_a_state_ends_the_old_prefetch_thread() -> None:
     """The dataset may be changed then, and nothing else reads it."""
     before = set(threading.enumerate())
     loader = StatefulDataLoader(Gathered(40), batch_size=4, num_workers=2)
@@ -508,7 +508,7 @@ def numbers(samples: list[Any]) -> list[int]:
     return [int(sample["x"][0]) for sample in samples]
 
 
-def test_a_state_within_an_epoch_is_refused_if_the_weights_changed() -> None:
+def test_mid_epoch_state_is_refused_if_weights_changed() -> None:
     def make(*weights: float) -> Any:
         sampler = MixtureSampler([0, 12, 24], weights, num_replicas=1)
         return StatefulDataLoader(Squares(24), batch_size=2, sampler=sampler)

@@ -161,7 +161,7 @@ def test_signature_has_every_argument_of_the_installed_torch() -> None:
     ],
     ids=named,
 )
-def test_contradictory_arguments_raise_the_same_error_as_in_torch(case: dict[str, Any]) -> None:
+def test_contradictory_arguments_fail_as_in_torch(case: dict[str, Any]) -> None:
     messages = []
     for kind in (DataLoader, StatefulDataLoader):
         with pytest.raises(ValueError, match=r".") as caught:
@@ -241,7 +241,7 @@ def test_a_stream_longer_than_its_length_is_logged(caplog: pytest.LogCaptureFixt
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
-def test_workers_that_each_yield_the_whole_stream_are_logged_in_torchs_words(caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_with_whole_streams_are_logged_as_in_torch(caplog: pytest.LogCaptureFixture) -> None:
     class Short(Stateless):
         def __len__(self) -> int:
             return 10

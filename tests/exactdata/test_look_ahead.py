@@ -89,7 +89,7 @@ def test_micro_batches_are_those_of_single_lookups(ranks: int, change: int) -> N
                 mine.sampler.update_weights([0, 1, 0], position=20 * (number + 3))
 
 
-def test_a_state_is_small_and_what_is_done_to_it_does_not_reach_the_next_one() -> None:
+def test_state_is_small_and_independent_of_the_next() -> None:
     mine = elastic(**boundaries())
     expected = mine.state_dict()
     changed = mine.state_dict()

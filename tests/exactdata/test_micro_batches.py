@@ -26,7 +26,7 @@ def of_rank(rank: int, ranks: int, micro_batches: int = 4, size: int = 3, **opti
 
 
 @given(micro_batches=st.integers(1, 40), ranks=st.integers(1, 50))
-def test_every_micro_batch_has_one_rank_and_no_rank_has_two_more_than_another(micro_batches: int, ranks: int) -> None:
+def test_micro_batches_are_spread_evenly_over_ranks(micro_batches: int, ranks: int) -> None:
     shares = [share_of(micro_batches, ranks, rank) for rank in range(ranks)]
     assert [number for share in shares for number in share] == list(range(micro_batches))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1

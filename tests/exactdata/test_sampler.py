@@ -143,7 +143,7 @@ def test_a_temperature_near_zero_leaves_the_largest_weights(temperature: float, 
     assert elastic.order.shares_at(0) == pytest.approx({"a": 0.5, "b": 0, "c": 0.5})
 
 
-def test_a_weight_of_zero_draws_nothing_at_any_temperature_and_does_not_affect_other_sources() -> None:
+def test_weight_of_zero_draws_nothing_at_any_temperature() -> None:
     for temperature in (0.1, 1.0, 10.0):
         mine = MixtureSampler([0, 10, 20, 30], [1, 0, 1], 1, 0, temperature=temperature)
         assert not [index for index in mine if 10 <= index < 20]
@@ -196,7 +196,7 @@ def test_resumes_exactly_at_any_cut_within_and_across_epochs(
     assert_resumes_exactly(Epochs, cuts, total=100)
 
 
-def test_new_weights_apply_to_the_next_iteration_and_keep_the_length() -> None:
+def test_new_weights_apply_to_the_next_iteration() -> None:
     mine = MixtureSampler([0, 500, 1000], [1, 1], 1, 0)
     running = iter(mine)
     first = [next(running) for _ in range(10)]
@@ -293,7 +293,7 @@ def test_states_that_do_not_fit_are_refused_with_both_values(other: dict[str, An
         mine.load_state_dict({**mine.state_dict(), **other})
 
 
-def test_a_state_from_elsewhere_without_a_size_and_of_another_rank_is_accepted() -> None:
+def test_foreign_state_without_a_size_is_accepted() -> None:
     mine = DistributedSampler(range(50), 2, 1, seed=1)
     mine.load_state_dict({"epoch": 3, "seed": 1, "num_replicas": 2, "rank": 0})
     assert (mine.epoch, mine.rank) == (3, 1)
@@ -339,7 +339,7 @@ def test_a_state_with_another_shuffle_or_drop_last_is_refused(name: str) -> None
     DistributedSampler(range(10)).load_state_dict({key: value for key, value in state.items() if key != name})
 
 
-def test_other_weights_are_refused_within_an_epoch_and_accepted_at_its_start() -> None:
+def test_other_weights_are_refused_within_an_epoch() -> None:
     """An epoch belongs to the weights with which it began, whatever was set since."""
 
     def make(*weights: float) -> MixtureSampler:

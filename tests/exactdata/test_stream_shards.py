@@ -220,9 +220,7 @@ def test_ranks_in_different_epochs_resume_in_their_own(workers: tuple[int, int],
 
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize(("count", "workers"), [(1, 0), (3, 0), (1, 2)])
-def test_a_rank_that_has_ended_its_epoch_gives_nothing_of_it_to_other_ranks(
-    stream: str, count: int, workers: int
-) -> None:
+def test_rank_at_its_end_gives_nothing_to_other_ranks(stream: str, count: int, workers: int) -> None:
     """Of two ranks after two batches each, one has been told that its epoch has ended, and the other has not."""
     ranks = Ranks(lambda: STREAMS[stream]([4, 4, 5]), 2, 0, 3)
     ranks.begin()
@@ -240,7 +238,7 @@ def test_a_rank_that_has_ended_its_epoch_gives_nothing_of_it_to_other_ranks(
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_rank_that_has_not_begun_its_epoch_gives_the_shards_of_all_its_workers_to_other_ranks(count: int) -> None:
+def test_rank_before_its_epoch_gives_its_shards_to_others(count: int) -> None:
     """The other one has been told that its epoch has ended: it has no items."""
     ranks = Ranks(lambda: Units([0, 0, 3, 4]), 2, 2, 3)
     with played(0, 2):
@@ -269,7 +267,7 @@ class Keeping(IterableDataset[int]):
 
 
 @pytest.mark.parametrize("cut", [1, None])
-def test_a_state_can_be_loaded_again_whatever_the_stream_does_with_it(cut: int | None) -> None:
+def test_state_can_be_loaded_again_after_the_stream_used_it(cut: int | None) -> None:
     ranks = Ranks(Keeping, 1, 0, 2)
     ranks.begin()
     ranks.take(cut)
@@ -400,7 +398,7 @@ def test_units_that_were_moved_resume_where_they_were(tmp_path: Path) -> None:
     assert [*found, *rest] == [f"{number}-{line}" for number in range(6) for line in range(5)]
 
 
-def test_ranks_that_list_their_units_in_another_order_are_not_saved(tmp_path: Path) -> None:
+def test_ranks_that_list_units_differently_are_not_saved(tmp_path: Path) -> None:
     files = files_in(tmp_path / "data")
     orders = iter([files, files[::-1]])
     ranks = Ranks(lambda: Lines(next(orders)), 2, 0, 2)

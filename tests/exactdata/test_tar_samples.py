@@ -93,7 +93,7 @@ def test_the_headers_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(source(tmp_path)) == 17
 
 
-def test_content_of_the_same_sizes_has_another_fingerprint_and_a_copy_the_same(tmp_path: Path) -> None:
+def test_fingerprint_follows_the_content_not_the_size(tmp_path: Path) -> None:
     one, copy, other = (tmp_path / name for name in ("1.tar", "2.tar", "3.tar"))
     write(one, [("a.txt", b"one"), ("b.txt", b"two")])
     copy.write_bytes(one.read_bytes())

@@ -67,9 +67,7 @@ def saved(ranks: list[TrainerLoader]) -> dict[str, str]:
 @pytest.mark.parametrize("mixed", [False, True], ids=["one source", "mixture"])
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1), (1, 2)])
 @pytest.mark.parametrize("stop", [10, 25])
-def test_resumes_on_other_ranks_in_the_order_of_the_undisturbed_run(
-    before: int, after: int, stop: int, mixed: bool
-) -> None:
+def test_resume_on_other_ranks_keeps_the_undisturbed_order(before: int, after: int, stop: int, mixed: bool) -> None:
     whole = loaders(1, mixed=mixed, epoch_samples=SIZE)
     expected = steps(whole) + steps(whole)
     assert len(expected) == 50
@@ -89,9 +87,7 @@ def test_resumes_on_other_ranks_in_the_order_of_the_undisturbed_run(
     shapes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 12)), min_size=1, max_size=6),
 )
 @settings(max_examples=20, deadline=None)
-def test_any_shapes_one_after_another_yield_the_positions_in_turn(
-    size: int, shapes: list[tuple[int, int, int]]
-) -> None:
+def test_any_sequence_of_shapes_yields_the_positions_in_turn(size: int, shapes: list[tuple[int, int, int]]) -> None:
     data, state, seen = Numbers(0, size), None, []
     for ranks, per_rank, count in shapes:
         mine = [
@@ -114,7 +110,7 @@ def test_any_shapes_one_after_another_yield_the_positions_in_turn(
     assert seen == list(islice(sampler, len(seen)))
 
 
-def test_another_global_batch_ends_each_pass_where_it_ended_before() -> None:
+def test_another_global_batch_ends_each_pass_at_its_place() -> None:
     first = loaders(2, batch=8, epoch_samples=SIZE)
     done = flat(steps(first, 10))
     again = loaders(2, batch=16, epoch_samples=SIZE)
@@ -126,7 +122,7 @@ def test_another_global_batch_ends_each_pass_where_it_ended_before() -> None:
     assert (len(again[0]), sorted(flat(steps(again)))) == (13, list(range(SIZE)))
 
 
-def test_a_left_iterator_is_continued_and_set_epoch_moves_nothing() -> None:
+def test_abandoned_iterator_is_continued() -> None:
     (loader,) = loaders(1, epoch_samples=SIZE)
     taken = steps([loader], 3)
     loader.set_epoch(7)
@@ -136,7 +132,7 @@ def test_a_left_iterator_is_continued_and_set_epoch_moves_nothing() -> None:
     assert taken == steps(loaders(1, epoch_samples=SIZE))
 
 
-def test_a_loop_that_counts_batches_need_not_see_the_end_of_a_pass() -> None:
+def test_loop_that_counts_batches_may_skip_the_end_of_a_pass() -> None:
     (loader,) = loaders(1, epoch_samples=SIZE, samples=2 * SIZE)
     taken = steps([loader], 25)
     taken += steps([loader], 1)
@@ -172,7 +168,7 @@ def test_a_state_is_loaded_into_an_iterator_that_has_not_begun() -> None:
     assert taken == steps(loaders(1, epoch_samples=SIZE))
 
 
-def test_without_a_length_the_state_is_that_of_the_batch_before_what_was_fetched_ahead() -> None:
+def test_state_without_length_is_of_the_batch_before() -> None:
     (loader,) = loaders(1, fetched_ahead=1)
     with pytest.raises(TypeError, match="pass epoch_samples="):
         len(loader)
@@ -183,7 +179,7 @@ def test_without_a_length_the_state_is_that_of_the_batch_before_what_was_fetched
 
 
 @pytest.mark.parametrize("stop", [10, 24, 25, 26])
-def test_a_pass_without_a_length_ends_where_it_ended_before_after_another_global_batch(stop: int) -> None:
+def test_pass_without_length_ends_at_its_place(stop: int) -> None:
     """Iterate as Lightning does: one batch is fetched before the one that is trained on, also at the end of a pass."""
 
     def train(loader: TrainerLoader, count: int | None) -> Iterator[list[int]]:
@@ -208,7 +204,7 @@ def test_a_pass_without_a_length_ends_where_it_ended_before_after_another_global
     assert done == flat(steps(whole := loaders(1, epoch_samples=SIZE)) + steps(whole))[: len(done)]
 
 
-def test_random_transforms_do_not_depend_on_ranks_workers_or_resumes() -> None:
+def test_random_transforms_do_not_depend_on_shape_or_resumes() -> None:
     def draws(ranks: list[TrainerLoader], count: int) -> list[float]:
         found = [list(islice(one, count)) for one in ranks]
         return [

@@ -31,7 +31,7 @@ def begin(run: RunDir, job_id: str = "7", submission: str | None = None) -> Atte
     return AttemptLog.begin(run, identity, 100, lambda record: "killed")
 
 
-def test_attempts_of_an_earlier_job_with_the_same_id_are_not_counted(tmp_path: Path) -> None:
+def test_attempts_of_a_reused_job_id_are_not_counted(tmp_path: Path) -> None:
     for _ in range(CRASH_LOOP_LIMIT):
         begin(RunDir(tmp_path), submission="one")  # and then it is killed
     begin(RunDir(tmp_path), submission="another").check_budgets(max_timeouts=1)
@@ -43,7 +43,7 @@ def test_attempts_of_an_earlier_job_with_the_same_id_are_not_counted(tmp_path: P
         begin(RunDir(tmp_path), submission="another").check_budgets()
 
 
-def test_time_limits_that_kill_every_attempt_in_its_first_step_end_the_run(tmp_path: Path) -> None:
+def test_time_limits_in_every_first_step_end_the_run(tmp_path: Path) -> None:
     """Such an attempt never gets to the end at which it could count itself."""
     run = RunDir(tmp_path)
     for _ in range(2):
@@ -55,7 +55,7 @@ def test_time_limits_that_kill_every_attempt_in_its_first_step_end_the_run(tmp_p
         log.check_budgets(max_timeouts=2)
 
 
-def test_a_job_that_ended_at_its_limit_of_time_limits_makes_no_further_attempt(tmp_path: Path) -> None:
+def test_job_at_its_limit_of_time_limits_starts_no_attempt(tmp_path: Path) -> None:
     """It may be in the queue again: a timer requeues it before its end if a save takes long."""
     log = begin(RunDir(tmp_path))
     log.note(cause="time limit")
@@ -117,7 +117,7 @@ def test_the_status_of_a_run_that_is_requeued_says_so(tmp_path: Path, cause: str
 
 
 @pytest.mark.parametrize("restarts", [True, False])
-def test_a_rank_that_lost_another_one_has_not_failed_if_its_job_is_restarted(tmp_path: Path, restarts: bool) -> None:
+def test_rank_that_lost_another_has_not_failed_after_a_restart(tmp_path: Path, restarts: bool) -> None:
     """Rank 0 yields the verdict, and the batch script requeues the job."""
 
     class Restarted(TinyJob):
@@ -146,7 +146,7 @@ def test_a_rank_that_lost_another_one_has_not_failed_if_its_job_is_restarted(tmp
         (None, True),  # the run was moved or removed
     ],
 )
-def test_a_superseded_job_ends_for_good_only_if_another_one_continues_the_run(
+def test_superseded_job_ends_for_good_only_with_a_successor(
     tmp_path: Path, holder: dict[str, object] | None, continued: bool
 ) -> None:
     yielded = []

@@ -53,9 +53,7 @@ def start_job(slurm: FakeSlurm, run: RunDir, restarts: int) -> bool:
     return len(slurm.calls("scontrol requeue")) > before
 
 
-def test_a_job_that_returns_to_a_full_disk_is_requeued_and_continues_once_there_is_space(
-    slurm: FakeSlurm, disk: Path
-) -> None:
+def test_job_back_on_a_full_disk_is_requeued_until_there_is_room(slurm: FakeSlurm, disk: Path) -> None:
     composed = compose([*TINY, "train.steps=2", "checkpoint.every_steps=1", f"run.dir={disk / 'run'}"])
     run = RunDir(composed.run_dir)
     run.logs.mkdir(parents=True)

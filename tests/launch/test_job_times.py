@@ -55,7 +55,7 @@ def test_the_wait_is_divided_by_slurms_own_times(
         ("COMPLETING", "2026-01-01T12:00:09", False),  # the signals are on their way
     ],
 )
-def test_a_preemption_that_came_before_this_process_is_announced_to_it(
+def test_early_preemption_is_announced_to_the_process(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, state: str, preempted: str, told: bool
 ) -> None:
     """Its signal went to the processes that there were. With PreemptMode=CANCEL nobody else requeues the job."""
@@ -67,9 +67,7 @@ def test_a_preemption_that_came_before_this_process_is_announced_to_it(
     assert sent == ([(os.getpid(), signal.SIGTERM)] if told else [])
 
 
-def test_the_record_of_another_job_with_this_id_says_nothing_about_this_one(
-    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_record_of_a_reused_job_id_says_nothing(inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm has lost this one: neither the wait of the later job is its own, nor a preemption of that."""
     sent: list[int] = []
     monkeypatch.setattr(processes, "send_signal", lambda pid, signum: sent.append(signum))

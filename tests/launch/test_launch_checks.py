@@ -83,7 +83,7 @@ def test_all_errors_of_the_options_are_reported_at_once(slurm: FakeSlurm, runs: 
     assert len(SlurmLauncher(nodes=0, tasks_per_node=0, time="x").check(runs)) == 3
 
 
-def test_the_advice_of_sbatch_test_only_keeps_nothing_from_being_submitted(slurm: FakeSlurm, runs: list[Path]) -> None:
+def test_advice_of_sbatch_test_only_blocks_no_submission(slurm: FakeSlurm, runs: list[Path]) -> None:
     """It refuses what sbatch queues (too few undrained nodes, a reservation soon)."""
     slurm.fails("sbatch_--test-only_", "allocation failure: Requested node configuration is not available\n")
     launcher = SlurmLauncher(partition="low")
@@ -141,9 +141,7 @@ def test_a_path_that_slurm_would_expand_is_an_error(slurm: FakeSlurm, tmp_path: 
     assert "\n" not in error
 
 
-def test_on_a_machine_without_slurm_the_error_names_the_login_node(
-    runs: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_slurm_the_error_names_the_login_node(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     (error,) = SlurmLauncher().check(runs)
     assert "sbatch" in error
@@ -174,7 +172,7 @@ def test_the_doctor_reports_the_limit_that_counts(
     assert limit in SlurmLauncher(time=time).examine(1.0)[0].text
 
 
-def test_a_notice_longer_than_the_partitions_default_time_is_an_error(slurm: FakeSlurm, runs: list[Path]) -> None:
+def test_notice_beyond_the_partitions_default_time_is_an_error(slurm: FakeSlurm, runs: list[Path]) -> None:
     slurm.prints("scontrol_show_partition", "PartitionName=low Default=YES DefaultTime=00:02:00 MaxTime=UNLIMITED\n")
     (error,) = SlurmLauncher(signal_delay_s=120).check(runs)
     assert "launcher.signal_delay_s=120" in error

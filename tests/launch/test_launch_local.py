@@ -57,7 +57,7 @@ def seen(run: Path) -> dict[str, object]:
 COMMAND = [sys.executable, "-c", RUN]
 
 
-def test_a_sweep_runs_slots_at_a_time_and_a_failure_does_not_affect_the_others(
+def test_sweep_runs_by_slots_and_survives_a_failure(
     make: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Each waits until its neighbor has started: two slots are two runs at once, however long they take to start.
@@ -80,9 +80,7 @@ def test_a_sweep_runs_slots_at_a_time_and_a_failure_does_not_affect_the_others(
     assert shown.err == f"error: b: the loss is nan (its log: {runs[1] / 'logs' / 'local.out'})\n"
 
 
-def test_cores_are_divided_among_slots_unless_the_user_set_the_threads(
-    make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cores_are_divided_among_slots(make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     runs = [make("a", 0), make("b", 0)]
     LocalLauncher(slots=2, command=COMMAND).launch(runs, "unused:unused")
@@ -93,7 +91,7 @@ def test_cores_are_divided_among_slots_unless_the_user_set_the_threads(
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_forwarded_to_the_runs_and_no_further_one_starts(make: Callable[..., Path], signum: int) -> None:
+def test_signal_reaches_the_runs_and_no_further_one_starts(make: Callable[..., Path], signum: int) -> None:
     runs = [make("a", 600), make("b", 600), make("c", 600)]
     code = (
         "import sys; from pathlib import Path; from launch.local import LocalLauncher\n"
@@ -115,7 +113,7 @@ def test_a_signal_is_forwarded_to_the_runs_and_no_further_one_starts(make: Calla
     assert not (runs[2] / "started").exists()
 
 
-def test_a_signal_that_arrives_while_a_run_is_being_started_reaches_it(
+def test_signal_during_the_start_of_a_run_reaches_it(
     make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = Sweep._start

@@ -35,7 +35,7 @@ from runner.system import processes
 __all__ = ["runs", "slurm"]
 
 
-def test_launchers_and_jobs_have_the_shapes_that_the_commands_rely_on() -> None:
+def test_launchers_and_jobs_have_the_shapes_of_the_contracts() -> None:
     local: Launcher = LocalLauncher()
     slurm: Launcher = SlurmLauncher()
     job: type[Job] = SlurmJob
@@ -102,7 +102,7 @@ def test_a_folder_of_jobs_that_others_can_write_is_refused(slurm: FakeSlurm, run
         job.main(str(folder))
 
 
-def test_the_batch_script_sets_the_options_that_keep_a_run_from_being_lost(slurm: FakeSlurm, runs: list[Path]) -> None:
+def test_batch_script_sets_what_keeps_a_run_from_being_lost(slurm: FakeSlurm, runs: list[Path]) -> None:
     script = SlurmLauncher(signal_delay_s=45, cpus_per_task=3).preview(runs[:1])
     for option in ("--requeue", "--open-mode=append", "--signal=USR2@45"):
         assert f"#SBATCH {option}\n" in script
@@ -154,7 +154,7 @@ echo "Submitted batch job $(wc -l < {folder}/submitted)0"
 """
 
 
-def test_a_sweep_above_the_clusters_limit_is_split_into_several_arrays(slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_sweep_above_the_clusters_limit_is_split(slurm: FakeSlurm, tmp_path: Path) -> None:
     runs = [tmp_path / "outputs" / f"run{index:02}" for index in range(23)]  # MaxArraySize is 11
     for run in runs:
         run.mkdir(parents=True)
@@ -179,7 +179,7 @@ def test_the_preview_is_of_a_job_array_from_two_runs_on(slurm: FakeSlurm, runs: 
 
 
 @pytest.mark.parametrize("refusal", ["Resource temporarily unavailable", "Slurm job queue full", "Invalid account"])
-def test_what_was_submitted_before_an_error_is_kept_and_the_rest_named(
+def test_submitted_jobs_are_kept_after_an_error(
     slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: str
 ) -> None:
     runs = [tmp_path / "outputs" / f"run{index:02}" for index in range(12)]
@@ -213,7 +213,7 @@ def test_the_environment_of_the_batch_script_reaches_the_ranks(
         assert {"SLURM_EXPORT_ENV=ALL", f"PYTHONPATH={path}"} <= set(done.stdout.splitlines())
 
 
-def test_a_refused_submission_is_one_line_and_leaves_nothing_behind(
+def test_refused_submission_is_one_line_and_leaves_nothing(
     slurm: FakeSlurm, runs: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     slurm.fails("sbatch", "sbatch: error: Batch job submission failed: Invalid account\n")
@@ -251,7 +251,7 @@ def test_a_refused_submission_removes_only_its_own_files(slurm: FakeSlurm, tmp_p
     assert {name for name in names if name.endswith(".json") and "_" not in name} == {f"{'0' * 32}-0.json"}
 
 
-def test_a_submission_is_cancelled_if_its_job_id_cannot_be_recorded(slurm: FakeSlurm, runs: list[Path]) -> None:
+def test_submission_is_cancelled_if_its_id_cannot_be_recorded(slurm: FakeSlurm, runs: list[Path]) -> None:
     (runs[2] / "logs").write_text("a file where the folder should be")
     slurm.prints("squeue", "11|RUNNING|/x/.submission_file_0.sh\n12_0|PENDING|@script@\n12_1|PENDING|@script@\n")
     assert SlurmLauncher().launch(runs, "somewhere:attempt") == 2
@@ -259,9 +259,7 @@ def test_a_submission_is_cancelled_if_its_job_id_cannot_be_recorded(slurm: FakeS
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_a_job_that_has_come_to_the_id_of_the_submitted_one_is_not_taken_for_it(
-    slurm: FakeSlurm, runs: list[Path], recorded: bool
-) -> None:
+def test_reused_id_of_a_submitted_job_is_not_taken_for_it(slurm: FakeSlurm, runs: list[Path], recorded: bool) -> None:
     """Slurm has lost its state while the command slept: the stranger is neither the run's job nor cancelled."""
     slurm.prints("scontrol_show_job", job_line(JobName="theirs", SubmitTime=SUBMITTED, Command="/x/other.sh"))
     slurm.prints("squeue", "12|RUNNING|/x/.submission_file_0.sh\n")
@@ -320,7 +318,7 @@ def test_users_texts_are_not_mistaken_for_the_state_of_a_job(slurm: FakeSlurm) -
     assert RUNNING.items() <= scheduler.show_job("12").items()
 
 
-def test_a_job_that_is_submitted_inside_another_inherits_nothing_from_it(
+def test_job_submitted_inside_another_inherits_nothing(
     slurm: FakeSlurm, runs: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside = {"SLURM_JOB_ID": "6", "SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "5", "SLURM_RESTART_COUNT": "2"}
@@ -458,7 +456,7 @@ def test_how_a_followed_run_ended(
     assert display.is_over(shown)
 
 
-def test_a_live_job_is_found_even_if_another_one_was_submitted_after_it(slurm: FakeSlurm, runs: list[Path]) -> None:
+def test_live_job_is_found_among_later_submissions(slurm: FakeSlurm, runs: list[Path]) -> None:
     (runs[0] / "job.json").write_text('{"job_id": "13"}')
     (runs[0] / "status.json").write_text('{"job_id": "12"}')
     (runs[1] / "status.json").write_text('{"job_id": "none"}')  # torchrun's, say
@@ -485,7 +483,7 @@ def test_a_malformed_job_id_hides_no_other_job(slurm: FakeSlurm, runs: list[Path
     assert " --jobs=12 " in slurm.calls("squeue")[0]
 
 
-def test_a_query_that_squeue_refuses_does_not_mean_that_the_jobs_are_gone(slurm: FakeSlurm, runs: list[Path]) -> None:
+def test_query_refused_by_squeue_does_not_lose_the_jobs(slurm: FakeSlurm, runs: list[Path]) -> None:
     (runs[0] / "job.json").write_text(json.dumps({"job_id": "12"}))
     slurm.fails("squeue", "squeue: error: Invalid job id: 12x\n")
     with pytest.raises(scheduler.SchedulerError, match="Invalid job id"):
@@ -508,7 +506,7 @@ def test_a_malformed_count_of_failed_starts_hides_no_job(slurm: FakeSlurm, runs:
     assert SlurmLauncher().jobs(runs)[runs[0]].state == "running"
 
 
-def test_the_reason_of_a_failed_start_is_found_where_the_job_has_its_files(slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_reason_of_a_failed_start_is_found_in_the_jobs_files(slurm: FakeSlurm, tmp_path: Path) -> None:
     """In a sweep whose runs have several parents, that is beside the first of them."""
     runs = [tmp_path / name / "run" for name in ("a", "b")]
     for run in runs:
@@ -554,9 +552,7 @@ def test_a_job_that_has_come_to_the_id_of_ours_is_not_ours(
         assert list(scheduler.known_jobs([ours])) == ([ours] if same else [])
 
 
-def test_the_run_of_a_job_whose_id_belongs_to_somebody_else_is_submitted_again(
-    slurm: FakeSlurm, runs: list[Path]
-) -> None:
+def test_run_whose_job_id_is_somebody_elses_is_submitted_again(slurm: FakeSlurm, runs: list[Path]) -> None:
     """Slurm's state was lost, or the ids have started again."""
     SlurmLauncher().launch(runs[:1], "somewhere:attempt")
     recorded = json.loads((runs[0] / "job.json").read_text())
@@ -567,9 +563,7 @@ def test_the_run_of_a_job_whose_id_belongs_to_somebody_else_is_submitted_again(
     assert SlurmLauncher().jobs(runs) == {}
 
 
-def test_a_job_whose_submit_time_slurm_did_not_tell_is_known_by_user_and_name(
-    slurm: FakeSlurm, runs: list[Path]
-) -> None:
+def test_job_without_a_submit_time_is_known_by_user_and_name(slurm: FakeSlurm, runs: list[Path]) -> None:
     slurm.fails("scontrol_show_job", "Unable to contact slurm controller\n")
     assert SlurmLauncher().launch(runs[:1], "somewhere:attempt") == 0
     slurm.prints("squeue", row("12", Name="run0"))
@@ -579,7 +573,7 @@ def test_a_job_whose_submit_time_slurm_did_not_tell_is_known_by_user_and_name(
 
 
 @pytest.mark.parametrize(("minutes", "restarts", "ours"), [(4, 0, True), (6, 0, False), (6, 1, True)])
-def test_a_job_of_the_same_name_that_was_submitted_later_is_another_one(
+def test_later_job_of_the_same_name_is_another_one(
     slurm: FakeSlurm, runs: list[Path], minutes: int, restarts: int, ours: bool
 ) -> None:
     """Five minutes after ours was recorded, as clocks may differ; a requeue sets the time anew."""
@@ -593,7 +587,7 @@ def test_a_job_of_the_same_name_that_was_submitted_later_is_another_one(
 
 @pytest.mark.parametrize("name", ["run0", "renamed"])
 @pytest.mark.parametrize(("restarts", "submitted"), [(0, SUBMITTED), (1, SUBMITTED), (1, "2026-01-02T00:00:00")])
-def test_a_job_is_known_by_the_submission_that_its_batch_script_names(
+def test_job_is_known_by_the_submission_in_its_batch_script(
     slurm: FakeSlurm, runs: list[Path], name: str, restarts: int, submitted: str
 ) -> None:
     """Whatever it is called, and whenever it was requeued: sweeps of the same size have the same name."""
@@ -606,9 +600,7 @@ def test_a_job_is_known_by_the_submission_that_its_batch_script_names(
         assert bool(SlurmLauncher().jobs(runs)) == (unique == own)
 
 
-def test_a_task_requeued_before_another_of_its_array_is_known_where_the_command_slept_until_then(
-    slurm: FakeSlurm, runs: list[Path]
-) -> None:
+def test_task_requeued_before_its_array_is_known(slurm: FakeSlurm, runs: list[Path]) -> None:
     """It was stopped right after sbatch: the time that Slurm tells is of the requeue of the task that it asks about."""
     slurm.prints("scontrol_show_job", "JobId=12 JobName=sweep Restarts=1 SubmitTime=2026-01-01T00:02:00\n")
     assert SlurmLauncher().launch(runs[:2], "somewhere:attempt") == 0
@@ -632,7 +624,7 @@ def test_a_job_that_only_its_attempt_recorded_is_known(slurm: FakeSlurm, runs: l
     assert f"{SlurmLauncher.__module__}.{SlurmLauncher.__qualname__}" == LAUNCHER
 
 
-def test_the_job_that_trained_last_is_not_one_that_was_submitted_after_that(slurm: FakeSlurm, runs: list[Path]) -> None:
+def test_job_that_trained_last_is_not_a_later_submission(slurm: FakeSlurm, runs: list[Path]) -> None:
     (runs[0] / "job.json").write_text(json.dumps({"job_id": "13", "user": str(os.getuid())}))
     (runs[0] / "status.json").write_text(json.dumps({"job_id": "12", "updated": 1767225600.0}))  # SUBMITTED
     slurm.prints("squeue", row("12", "RUNNING"))
@@ -642,7 +634,7 @@ def test_the_job_that_trained_last_is_not_one_that_was_submitted_after_that(slur
 
 
 @pytest.mark.parametrize(("submitted", "known"), [("00:00:30", True), ("00:02:00", False)])
-def test_a_job_that_only_its_attempt_recorded_is_known_by_the_id_of_an_earlier_one(
+def test_job_recorded_by_its_attempt_is_known_by_an_old_id(
     slurm: FakeSlurm, runs: list[Path], submitted: str, known: bool
 ) -> None:
     """Slurm had lost its state, and the command that submitted the run again was killed: the next submitted twice."""
@@ -673,9 +665,7 @@ def test_why_a_job_waits_is_explained(slurm: FakeSlurm, runs: list[Path], reason
     assert words in str(SlurmLauncher().jobs(runs)[runs[0]].reason)
 
 
-def test_a_controller_that_does_not_answer_is_not_mistaken_for_an_empty_queue(
-    slurm: FakeSlurm, runs: list[Path]
-) -> None:
+def test_silent_controller_is_not_an_empty_queue(slurm: FakeSlurm, runs: list[Path]) -> None:
     SlurmLauncher().launch(runs, "somewhere:attempt")
     slurm.fails("squeue", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n")
     with pytest.raises(scheduler.SchedulerError, match="Unable to contact"):

@@ -75,7 +75,7 @@ def all_gone(processes: Sequence[psutil.Process]) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_killed_on_one_three_and_two_ranks_a_run_is_bit_identical(tmp_path: Path) -> None:
+def test_run_killed_on_one_three_and_two_ranks_is_identical(tmp_path: Path) -> None:
     """Attempts with 1, 3, 2, 2, 3, 2 ranks and as many as are free, each ended in another way."""
     whole = Run(tmp_path / "whole", COMMON, env=NO_GPU)
     whole.finish()
@@ -192,9 +192,7 @@ def output_of(*words: str) -> str:
     return str(output)
 
 
-def test_fewer_gpus_than_ranks_is_an_error_and_fewer_cores_are_shared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_few_gpus_is_an_error_and_cores_are_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU serves one rank only; cores serve any number."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,9")
@@ -254,7 +252,7 @@ def status_of(attempt: RankProcesses) -> int:
     return status
 
 
-def test_the_output_of_rank_0_is_shown_and_of_the_others_their_errors(
+def test_rank_0_prints_and_the_others_show_their_errors(
     start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Three progress bars in one terminal are none; an error must be seen, whoever has it."""
@@ -286,7 +284,7 @@ def test_a_rank_that_does_not_follow_the_others_is_killed(start: Start) -> None:
     assert attempt.losses() == ["rank 2 did not end after another one had, and was killed"]
 
 
-def test_without_rank_0_the_others_are_killed_and_the_status_says_so(start: Start) -> None:
+def test_without_rank_0_the_others_are_killed(start: Start) -> None:
     """Only rank 0 writes: there is nothing that the others could still do."""
     attempt = start("os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else time.sleep(3600)")
     assert status_of(attempt) == 128 + signal.SIGKILL

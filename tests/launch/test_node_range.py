@@ -37,7 +37,7 @@ def test_srun_starts_tasks_on_all_nodes_of_this_start(slurm: FakeSlurm, runs: li
     assert found["SLURM_NTASKS_PER_NODE"] == "2"
 
 
-def test_a_job_of_several_sizes_is_submitted_without_a_number_of_tasks(slurm: FakeSlurm, runs: list[Path]) -> None:
+def test_job_of_several_sizes_is_submitted_without_a_task_count(slurm: FakeSlurm, runs: list[Path]) -> None:
     """Slurm would take it for a limit of the nodes, and remember that of the last start at a requeue."""
     script = SlurmLauncher(nodes="1-4", tasks_per_node=2, cpus_per_task=3, gpus_per_task=1).preview(runs[:1])
     for option in ("nodes=1-4", "mincpus=6", "gpus-per-node=2", "cpus-per-task=3"):

@@ -38,7 +38,7 @@ def config(kind: SamplerKind = SamplerKind.elastic, rank_invariant: bool | None 
     return Config(train=options, sampler=SamplerConfig(kind=kind))
 
 
-def test_a_number_of_ranks_that_may_vary_needs_the_same_batches_for_all_of_them() -> None:
+def test_varying_ranks_need_the_same_batches() -> None:
     """Otherwise another number of ranks would train other batches, and the run would no longer be the same one."""
     several = RankCounts(range(1, 5), "launcher.ranks=1-4")
     assert rank_count_errors(several, config(global_batch_size=24)) == []
@@ -56,7 +56,7 @@ def test_a_number_of_ranks_that_may_vary_needs_the_same_batches_for_all_of_them(
         assert "\n" not in error
 
 
-def test_one_number_of_ranks_may_have_any_config_that_it_can_divide() -> None:
+def test_fixed_ranks_may_have_any_divisible_config() -> None:
     """A global batch that the ranks cannot share is found before anything starts."""
     three = RankCounts(range(3, 4), "launcher.ranks=3")
     assert rank_count_errors(three, config(SamplerKind.mixture)) == []

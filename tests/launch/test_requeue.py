@@ -63,7 +63,7 @@ CAUSES = [
 
 
 @pytest.mark.parametrize(("signum", "state", "cause", "requeues"), CAUSES)
-def test_the_cause_follows_from_the_state_of_the_job_and_decides_whether_it_is_requeued(
+def test_cause_follows_from_the_jobs_state(
     inside: FakeSlurm, signum: int, state: dict[str, str], cause: str, requeues: str | None
 ) -> None:
     inside.shows_job(**state)
@@ -83,7 +83,7 @@ def test_a_signal_may_arrive_before_the_state_that_explains_it(
     assert job.SlurmJob().cause(signal.SIGTERM) == "requeued"
 
 
-def test_the_cause_follows_from_the_signal_if_slurm_does_not_answer(inside: FakeSlurm) -> None:
+def test_cause_follows_from_the_signal_if_slurm_is_silent(inside: FakeSlurm) -> None:
     inside.fails("scontrol_show_job", SILENT)
     assert job.SlurmJob().cause(signal.SIGUSR2) == "time limit"
     assert job.SlurmJob().cause(signal.SIGTERM) == "interrupted"
@@ -140,7 +140,7 @@ def test_a_kill_is_told_apart_from_a_lost_node(
         ("State=IDLE BootTime=None SlurmdStartTime=2026-01-02T00:00:00", "node failure"),
     ],
 )
-def test_a_restart_without_a_signal_is_a_lost_node_only_if_the_node_was_lost(
+def test_restart_without_a_signal_is_a_lost_node_if_one_was(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, node: str, cause: str
 ) -> None:
     """A job that is requeued while it is suspended gets no chance to note the cause either."""
@@ -213,7 +213,7 @@ def test_a_signal_before_the_attempt_has_handlers_is_remembered(inside: FakeSlur
 # Requeueing from inside the job
 
 
-def test_a_step_longer_than_the_notice_requeues_the_job_before_it_is_killed(
+def test_step_longer_than_the_notice_requeues_before_the_kill(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing else would; and an attempt whose timer requeued the job keeps its cause."""
@@ -234,9 +234,7 @@ def test_a_step_longer_than_the_notice_requeues_the_job_before_it_is_killed(
     assert len(inside.calls("scontrol requeue")) == 1
 
 
-def test_a_timer_and_the_end_of_the_attempt_do_not_requeue_the_job_twice(
-    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_timer_and_end_of_an_attempt_requeue_once(inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second request would bring back a job that was cancelled after the first."""
     inside.shows_job(**RUNNING)
     here, asked = job.SlurmJob(), threading.Event()
@@ -255,9 +253,7 @@ def test_a_timer_and_the_end_of_the_attempt_do_not_requeue_the_job_twice(
     assert scheduler.requeue.call_count == 1  # type: ignore[attr-defined]
 
 
-def test_a_job_that_is_cancelled_during_its_notice_is_not_requeued(
-    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_job_cancelled_during_its_notice_is_not_requeued(inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     delays: list[float] = []
 
     def cancelled_meanwhile(seconds: float, function: Callable[[], None]) -> None:
@@ -288,7 +284,7 @@ def test_nothing_is_requeued_while_slurm_does_not_answer(inside: FakeSlurm, monk
     assert not inside.calls("scontrol requeue")
 
 
-def test_a_job_that_is_cancelled_just_before_it_is_requeued_stays_cancelled(
+def test_job_cancelled_just_before_its_requeue_stays_cancelled(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside.shows_job(**RUNNING)
@@ -304,7 +300,7 @@ def test_a_job_that_is_cancelled_just_before_it_is_requeued_stays_cancelled(
 
 
 @pytest.mark.parametrize("end", [{"PreemptTime": AT, "EndTime": AT}, {"Reason": "TimeLimit"}])
-def test_a_job_that_slurm_ends_just_before_it_is_requeued_is_requeued(
+def test_job_ended_by_slurm_before_its_requeue_is_requeued(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, end: dict[str, str]
 ) -> None:
     """To make room, or at its time limit: a request for a job that runs then does nothing, and succeeds."""
@@ -320,9 +316,7 @@ def test_a_job_that_slurm_ends_just_before_it_is_requeued_is_requeued(
     assert inside.calls("scontrol requeue") == ["scontrol requeue incomplete 12_1", "scontrol requeue 12_1"]
 
 
-def test_a_request_counts_only_once_slurm_has_told_what_became_of_the_job(
-    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_request_counts_once_slurm_has_reported_the_job(inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have ended just before, so that the request did nothing; and Slurm may not answer when asked again."""
     inside.shows_job(**RUNNING)
     ask = scheduler.requeue
@@ -340,7 +334,7 @@ def test_a_request_counts_only_once_slurm_has_told_what_became_of_the_job(
 
 
 @pytest.mark.parametrize("failure", ["no process", "bytes"])
-def test_a_command_of_slurm_that_cannot_be_started_or_read_has_not_answered(
+def test_slurm_command_that_cannot_start_has_not_answered(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
     """A machine that is short of processes, a path in another encoding: the job is asked for again."""
@@ -364,9 +358,7 @@ def test_a_job_is_requeued_although_the_sites_default_is_not_to(inside: FakeSlur
     assert len(inside.calls("scontrol requeue")) == 2
 
 
-def test_a_controller_that_does_not_answer_does_not_count_as_a_refusal(
-    inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_controller_does_not_count_as_a_refusal(inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it is away: to exit then would end the job for good."""
     inside.fails("scontrol_show_job", SILENT)
     pauses = 0
@@ -420,7 +412,7 @@ def test_a_refused_requeue_is_retried(inside: FakeSlurm, monkeypatch: pytest.Mon
     assert pauses == [requeue.RETRY_S] * 3
 
 
-def test_after_an_interruption_that_slurm_refuses_to_requeue_the_batch_script_decides(
+def test_batch_script_decides_what_slurm_refuses_to_requeue(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """No end of the job is near that would stop the attempts to requeue it."""
@@ -450,7 +442,7 @@ def test_a_job_that_is_cancelled_while_it_saves_is_not_requeued(inside: FakeSlur
 # Between the ranks and the batch script
 
 
-def test_what_cannot_be_requeued_here_is_left_to_the_batch_script(
+def test_impossible_requeues_are_left_to_the_batch_script(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Python may be in a container without Slurm's commands; the batch script is not."""
@@ -464,7 +456,7 @@ def test_what_cannot_be_requeued_here_is_left_to_the_batch_script(
 
 
 @pytest.mark.parametrize("decides", [True, False])
-def test_the_batch_script_learns_that_a_rank_decided_how_the_job_ends(
+def test_batch_script_learns_how_a_rank_ended_the_job(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, decides: bool
 ) -> None:
     """But not from a rank that ends because another one did."""
@@ -500,7 +492,7 @@ def test_the_batch_script_learns_that_a_rank_decided_how_the_job_ends(
         (ImportError("no module"), "ImportError: no module"),
     ],
 )
-def test_an_attempt_that_cannot_be_imported_is_left_to_the_next_start(
+def test_attempt_that_cannot_be_imported_waits_for_a_start(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, reason: str
 ) -> None:
     """The environment may be on a file system that works again by then; the batch script counts such starts."""
@@ -539,7 +531,7 @@ def test_an_attempt_knows_which_submission_its_job_is_of(
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_job_does_not_do_what_was_submitted_for_an_earlier_one_with_its_id(
+def test_reused_job_id_does_not_do_the_earlier_jobs_work(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: bool
 ) -> None:
     """It finds its file by the id: of another run, perhaps, until the command has renamed that of this job."""
@@ -561,7 +553,7 @@ def test_a_job_does_not_do_what_was_submitted_for_an_earlier_one_with_its_id(
 
 
 @pytest.mark.parametrize("names_it", [True, False])
-def test_a_job_of_a_run_that_has_another_one_trains_nothing_and_requeues_nothing(
+def test_job_of_a_run_with_another_job_trains_nothing(
     inside: FakeSlurm,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -582,7 +574,7 @@ def test_a_job_of_a_run_that_has_another_one_trains_nothing_and_requeues_nothing
     assert len(list(tmp_path.glob("*.verdict"))) == 1
 
 
-def test_a_log_on_a_full_disk_does_not_change_how_such_a_job_ends(
+def test_log_on_a_full_disk_does_not_change_how_a_job_ends(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("RUNNER_JOB_FOLDER", str(tmp_path))
@@ -595,7 +587,7 @@ def test_a_log_on_a_full_disk_does_not_change_how_such_a_job_ends(
     assert left.value.code == ExitStatus.SUPERSEDED
 
 
-def test_a_count_of_failed_starts_that_cannot_be_read_is_not_set_to_nothing(
+def test_unreadable_count_of_failed_starts_is_not_reset(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("RUNNER_JOB_FOLDER", str(tmp_path))
@@ -671,7 +663,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("state", "before", "status", "requeued", "after"), ENDS)
-def test_the_batch_script_requeues_a_job_of_which_a_rank_was_killed(
+def test_batch_script_requeues_a_job_with_a_killed_rank(
     slurm: FakeSlurm,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -743,7 +735,7 @@ def test_a_verdict_of_an_earlier_start_decides_nothing(
     assert batch_script(slurm, tmp_path / "run", "exit 0", []) == 0  # the next start removes it
 
 
-def test_what_an_earlier_job_with_the_same_id_leaves_decides_nothing(slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_leftovers_of_a_reused_job_id_decide_nothing(slurm: FakeSlurm, tmp_path: Path) -> None:
     """Slurm has lost it, and one of its ranks ends while this job, of a later submission of the run, works already."""
     slurm.shows_job(**RUNNING)
     logs = tmp_path / "run" / "logs"
@@ -758,7 +750,7 @@ def test_what_an_earlier_job_with_the_same_id_leaves_decides_nothing(slurm: Fake
     assert requeue.failed_starts(starts) == (3, "no space")
 
 
-def test_the_batch_script_requeues_although_the_sites_default_is_not_to(
+def test_batch_script_requeues_against_the_sites_default(
     slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once: the job may be killed before the pause between two requests is over."""
@@ -844,7 +836,7 @@ def test_the_batch_script_waits_for_a_controller_that_is_away(
     assert requeue.failed_starts(requeue.starts_file(tmp_path / "run" / "logs", "12_1"))[0] == 1
 
 
-def test_the_batch_script_does_not_wait_for_ever_for_a_job_that_slurm_has_lost(
+def test_batch_script_gives_up_waiting_for_a_lost_job(
     slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It would keep the node for an hour."""
@@ -856,7 +848,7 @@ def test_the_batch_script_does_not_wait_for_ever_for_a_job_that_slurm_has_lost(
     assert "Slurm has lost job 12_1: nothing is requeued" in capsys.readouterr().out
 
 
-def test_starts_that_fail_before_an_attempt_begins_are_given_up_with_their_reason(
+def test_starts_that_fail_early_are_given_up_with_a_reason(
     slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a disk that stays full: what a rank could not record in the run directory is shown all the same."""
@@ -890,7 +882,7 @@ def test_starts_that_fail_before_an_attempt_begins_are_given_up_with_their_reaso
         assert given_up.reason == f"{requeue.GIVEN_UP}No space left on device"
 
 
-def test_where_not_even_the_failed_starts_can_be_counted_all_restarts_count(
+def test_uncountable_failed_starts_make_all_restarts_count(
     slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     starts = requeue.starts_file(tmp_path / "run" / "logs", "12_1")
@@ -946,7 +938,7 @@ def test_preemptions_leave_the_file_that_counts_failed_starts(
 
 
 @pytest.mark.parametrize(("status", "requeued"), [(137, False), (75, True)])
-def test_without_requeue_killed_the_batch_script_requeues_only_what_was_interrupted(
+def test_without_requeue_killed_only_interruptions_requeue(
     slurm: FakeSlurm, tmp_path: Path, status: int, requeued: bool
 ) -> None:
     """A rank that has saved and could not ask Slurm itself, in a container perhaps, was not killed."""

@@ -93,7 +93,7 @@ def killed_at_job_json(monkeypatch: pytest.MonkeyPatch, which: int) -> Callable[
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_job_that_nobody_recorded_is_cancelled_before_another_one_is_submitted(
+def test_unrecorded_job_is_cancelled_before_another_submission(
     queue: Queue, runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], count: int
 ) -> None:
     again = killed_at_job_json(monkeypatch, 1)
@@ -109,7 +109,7 @@ def test_a_job_that_nobody_recorded_is_cancelled_before_another_one_is_submitted
     assert not any(notes(runs))
 
 
-def test_of_an_array_only_the_tasks_that_nobody_recorded_are_cancelled(
+def test_only_unrecorded_tasks_of_an_array_are_cancelled(
     queue: Queue, runs: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next command may be about some of the runs, in another order."""
@@ -186,7 +186,7 @@ def test_a_job_that_cannot_be_recorded_is_cancelled_at_once(queue: Queue, runs: 
     assert not any(notes(runs))
 
 
-def test_a_job_that_is_neither_recorded_nor_cancelled_is_known_to_the_next_command(
+def test_unrecorded_uncancelled_job_is_known_to_the_next_command(
     queue: Queue, runs: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (runs[0] / "job.json").mkdir()
@@ -233,7 +233,7 @@ def test_a_job_of_another_user_is_named_and_nothing_is_submitted(
     assert launch(runs[:1]) == 0
 
 
-def test_a_superseded_command_does_not_cancel_the_job_of_its_successor(
+def test_superseded_command_spares_its_successors_job(
     queue: Queue, runs: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which has submitted it and is about to record it."""
@@ -285,7 +285,7 @@ def test_of_two_jobs_of_a_run_only_the_recorded_one_trains(
     assert [submission.is_named(RunDir(runs[0]), name) for name in names] == [False, True]
 
 
-def test_a_job_that_is_not_recorded_yet_or_trained_last_is_the_runs_own(queue: Queue, runs: list[Path]) -> None:
+def test_job_not_recorded_yet_is_the_runs_own(queue: Queue, runs: list[Path]) -> None:
     run = RunDir(runs[0])
     assert submission.is_named(run, "a" * 32)  # job.json was removed by hand
     run.job.write_text(json.dumps({"job_id": "12"}))
@@ -305,7 +305,7 @@ def test_a_job_that_is_not_recorded_yet_or_trained_last_is_the_runs_own(queue: Q
         assert submission.is_named(run, "a" * 32) == is_named
 
 
-def test_an_unrecorded_job_with_the_id_of_an_earlier_one_is_cancelled_too(
+def test_unrecorded_job_with_a_reused_id_is_cancelled(
     queue: Queue, runs: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm had lost its state, and gave the ids again."""
@@ -319,7 +319,7 @@ def test_an_unrecorded_job_with_the_id_of_an_earlier_one_is_cancelled_too(
     assert queue.calls("sbatch", "scancel") == ["sbatch", "scancel", "sbatch"]
 
 
-def test_a_disk_that_refuses_everything_leaves_it_to_the_next_command(queue: Queue, runs: list[Path]) -> None:
+def test_refusing_disk_leaves_the_work_to_the_next_command(queue: Queue, runs: list[Path]) -> None:
     """Neither the files of the job can be renamed, nor can Slurm be asked, nor the note be read by the next command."""
     queue.then(f"rm -f $(dirname $1)/*-0.json; touch {queue.slurm.folder}/silent")
     assert launch(runs[:1]) == ExitStatus.INTERRUPTED
@@ -358,7 +358,7 @@ def test_only_jobs_that_are_not_over_are_live(slurm: FakeSlurm) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["lost answer", "killed"])
-def test_the_directory_of_a_run_that_may_have_a_job_is_not_discarded(
+def test_directory_of_a_run_with_a_possible_job_is_kept(
     command: Command, queue: Queue, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     """Although the run is new: its job may run already."""

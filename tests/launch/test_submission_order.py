@@ -40,7 +40,7 @@ def test_a_queued_run_is_not_checked_again(run: Command, capsys: pytest.CaptureF
 
 
 @pytest.mark.slow
-def test_what_sbatch_refuses_is_the_verdict_and_leaves_nothing_behind(
+def test_refusal_of_sbatch_is_final_and_leaves_nothing(
     command: Command, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slurm.fails("sbatch", "sbatch: error: Batch job submission failed: Invalid qos specification\n")

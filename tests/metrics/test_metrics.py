@@ -88,7 +88,7 @@ def test_an_evaluation_that_will_be_repeated_is_dropped(run: RunDir) -> None:
     assert list(read_lines(run.metrics))[-1] == record(20)
 
 
-def test_a_step_whose_line_looks_like_that_of_an_evaluation_is_kept(run: RunDir) -> None:
+def test_step_line_that_looks_like_an_evaluation_is_kept(run: RunDir) -> None:
     """A source may be called so; nobody would write the line again."""
     with resume_jsonl(run.metrics, 0) as writer:
         for step in (1, 2):
@@ -201,9 +201,7 @@ def test_a_closed_file_holds_no_descriptor(run: RunDir) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_branch_takes_over_the_records_up_to_its_step_and_nothing_of_its_own_is_left(
-    run: RunDir, tmp_path: Path
-) -> None:
+def test_branch_takes_its_trunks_records_and_keeps_none_before(run: RunDir, tmp_path: Path) -> None:
     """Also where the trunk has no such file; an attempt before this one may have left another trunk's records."""
     branch = RunDir(tmp_path / "branch")
     branch.path.mkdir()
@@ -234,9 +232,7 @@ def test_a_line_that_a_full_disk_cut_short_is_removed(run: RunDir, monkeypatch: 
     assert list(read_lines(run.metrics)) == [record(1)]
 
 
-def test_lines_that_the_file_system_took_and_lost_are_written_again(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_lost_by_the_file_system_are_written_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """NFS reports with a later write, or with the sync, that there was no space for the pages of earlier ones."""
     writer, write, sync = resume_jsonl(run.metrics, 0), files.write_fd, files.fsync_fd
     writer.write(record(1))
@@ -727,7 +723,7 @@ def test_mlflow_shows_a_branch_as_the_child_of_its_trunk(
     assert [m.value for m in branch["metrics"] if m.key == "best/eval_loss"] == [9 / 30, 9 / 40]
 
 
-def test_what_a_kill_kept_from_a_logger_is_sent_by_the_next_attempt(
+def test_next_attempt_sends_what_a_kill_kept_from_a_logger(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint may be newer than what the library had sent; without it those steps would be missing for good."""

@@ -30,7 +30,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["mixture", "elastic"])
-def test_a_line_names_what_has_changed_and_now_and_then_everything(sampler: str, tmp_path: Path) -> None:
+def test_line_names_the_changes_and_sometimes_everything(sampler: str, tmp_path: Path) -> None:
     """Whatever attempts the run was made in: they depend on the step alone, and the bytes are the same."""
     words = [*MIXTURE, f"sampler={sampler}", "train.batch_size=2", "train.steps=14"]
     whole = trained(tmp_path / "whole", *words)
@@ -49,7 +49,7 @@ def test_a_line_names_what_has_changed_and_now_and_then_everything(sampler: str,
     assert (tmp_path / "parts/metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
 
 
-def test_everything_is_named_by_the_first_line_and_at_certain_steps_and_always_where_there_is_little() -> None:
+def test_first_line_and_certain_steps_name_everything() -> None:
     assert [step for step in range(1, 12) if names_all(step, 3)] == [1, EVERY, 2 * EVERY]
     assert all(names_all(step, 2) for step in range(1, 12))
 

@@ -112,7 +112,7 @@ def test_no_bit_of_a_document_depends_on_the_rest_of_its_row(name: str) -> None:
         assert not torch.equal(next_token_logits(model, changed)[own], logits[own])
 
 
-def test_rows_are_put_into_one_where_only_that_tells_documents_by_positions() -> None:
+def test_rows_are_joined_where_only_that_separates_documents() -> None:
     """As with flash attention, which is not on this machine: the condition is that of its code."""
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **given: Any) -> Any:
@@ -163,9 +163,7 @@ CONVOLUTIONS: dict[str, Any] = {
     ],
     ids=["no positions", "convolutions", "in bfloat16", "no mask by positions", "no arguments"],
 )
-def test_a_model_whose_documents_would_see_each_other_gets_rows_of_one_only(
-    model: Callable[[], nn.Module], name: str
-) -> None:
+def test_model_that_mixes_documents_gets_one_document_a_row(model: Callable[[], nn.Module], name: str) -> None:
     made = model()
     for _ in range(2):
         with pytest.raises(
@@ -177,7 +175,7 @@ def test_a_model_whose_documents_would_see_each_other_gets_rows_of_one_only(
     assert torch.equal(next_token_loss(made.eval(), single), next_token_loss(made, plain))
 
 
-def test_a_model_that_begins_with_branches_of_zero_is_found_out_once_they_are_not() -> None:
+def test_model_with_zero_branches_is_found_once_they_are_not() -> None:
     model, batch = Gated(), packed()
     next_token_loss(model, batch)
     nn.init.ones_(model.gate)
@@ -185,7 +183,7 @@ def test_a_model_that_begins_with_branches_of_zero_is_found_out_once_they_are_no
         next_token_loss(model, batch)
 
 
-def test_the_trial_leaves_no_trace_in_the_model_and_the_generators() -> None:
+def test_trial_leaves_no_trace_in_model_and_generators() -> None:
     model, batch = hugging_face("GPT2"), packed()
     model.transformer.h[0].eval()
     modes, before = [each.training for each in model.modules()], torch.get_rng_state()

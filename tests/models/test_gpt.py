@@ -55,7 +55,7 @@ def test_tied_weights_are_one_parameter() -> None:
     assert not any("head" in name for name in tied.state_dict())
 
 
-def test_it_begins_near_the_uniform_distribution_and_residual_branches_are_scaled() -> None:
+def test_model_begins_near_the_uniform_distribution() -> None:
     model = small(layers=8, width=64, vocab_size=256, sequence_length=64)
     tokens = torch.randint(0, 256, (4, 64))
     loss = next_token_loss(model, {"input_ids": tokens, "labels": tokens.roll(-1, 1)}).mean()

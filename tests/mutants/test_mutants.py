@@ -115,7 +115,7 @@ def test_docstrings_hints_messages_and_logging_are_left_alone(project: Path) -> 
     assert sorted(found) == sorted(DRAWN.splitlines())
 
 
-def test_every_change_of_the_real_modules_is_valid_python_on_its_line() -> None:
+def test_every_mutant_is_valid_python_on_its_line() -> None:
     """And there is a module for every pattern, and tests beside it."""
     assert all(list(ROOT.glob(pattern)) for pattern in changes.MODULES)
     assert all((ROOT / executed.tests_beside(file)).is_dir() for file in changes.modules(ROOT))
@@ -127,7 +127,7 @@ def test_every_change_of_the_real_modules_is_valid_python_on_its_line() -> None:
         assert changed.splitlines()[change.lines[0] - 1] != source.splitlines()[change.lines[0] - 1], change
 
 
-def test_the_same_seed_draws_the_same_and_code_that_moves_keeps_its_changes(project: Path) -> None:
+def test_same_seed_draws_the_same_mutants_after_moves(project: Path) -> None:
     names = [change.name for change in changes.drawn(project, 1)]
     assert names == [change.name for change in changes.drawn(project, 1)]
     assert names != [change.name for change in changes.drawn(project, 2)]
@@ -151,7 +151,7 @@ def test_a_change_is_in_the_copy_alone_and_only_for_a_while(project: Path) -> No
     assert not copy.path.exists()
 
 
-def test_the_tests_that_execute_a_line_are_found_those_beside_the_module_first(project: Path) -> None:
+def test_tests_of_a_line_are_found_nearest_first(project: Path) -> None:
     """What a fixture of several tests executes, each of them does; a line that nobody executes is tried with all."""
     every = {change.kind: change for change in changes.changes_of(project, MODULE) if change.lines[0] != 25}
     with Copy(project) as copy:
@@ -266,7 +266,7 @@ def test_a_change_lives_only_if_pytest_passes(result: dict[str, Any] | None, not
 
 
 @pytest.mark.slow
-def test_changes_are_noticed_or_not_and_a_second_run_tries_none_again(project: Path) -> None:
+def test_mutants_are_tried_once_and_recorded(project: Path) -> None:
     """The test executes `clip` with 2, and would not notice a change of the limit, nor anything in `unused`."""
     first, judged, *_ = (each for each in changes.drawn(project, 1) if str(each).split(" ", 1)[1] not in NOTICED)
     (project / "tests/mutants").mkdir(parents=True)

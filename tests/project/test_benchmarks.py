@@ -46,7 +46,7 @@ def test_goals_of_whole_rows_are_a_column() -> None:
     )
 
 
-def test_a_ratio_that_got_worse_is_named_and_the_old_one_kept_until_accepted(tmp_path: Path) -> None:
+def test_worse_ratio_is_named_until_accepted(tmp_path: Path) -> None:
     """In both directions, by more than 15 %; a time is another machine's, and says nothing."""
     file = tmp_path / "results.json"
     assert results.keep([measured(stall=1.0, speed=2.0, time=1.0)], False, file) == []

@@ -113,7 +113,7 @@ def test_a_part_for_which_no_time_is_left_is_named(tmp_path: Path, capsys: pytes
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_an_interruption_keeps_the_figures_and_leaves_nothing_behind(signum: int, tmp_path: Path) -> None:
+def test_interruption_keeps_the_figures(signum: int, tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     words = [sys.executable, "-m", "benchmarks", "gpu", "saving", "ranks", "--minutes", "50", "--out", str(out)]
     words += ["--folder", str(tmp_path)]

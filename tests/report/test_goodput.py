@@ -49,9 +49,7 @@ def allocated(seconds: dict[str, float]) -> float:
 
 
 @given(seconds=SECONDS, kept=st.floats(0, 2e7), nodes=st.integers(1, 64))
-def test_the_buckets_of_an_attempt_are_its_whole_time_on_all_its_nodes(
-    seconds: dict[str, float], kept: float, nodes: int
-) -> None:
+def test_buckets_of_an_attempt_add_up_to_its_node_time(seconds: dict[str, float], kept: float, nodes: int) -> None:
     found = goodput.of_attempt({"seconds": seconds, "kept_s": kept, "nodes": nodes, "queue_s": 7.0, "hold_s": 3.0})
     assert list(found) == list(goodput.BUCKETS)
     assert allocated(found) == pytest.approx(nodes * sum(seconds.values()))
@@ -90,7 +88,7 @@ def test_the_weeks_add_up_to_the_run(attempts: list[dict[str, Any]]) -> None:
     assert goodput.total(by_week.values()) == pytest.approx(goodput.of_run(attempts), rel=1e-6, abs=1e-3)
 
 
-def test_an_attempt_over_several_weeks_is_divided_by_its_time_in_each() -> None:
+def test_attempt_over_several_weeks_is_divided_by_time() -> None:
     """Three days of the first week, all of the second, four of the third; it waited before it began."""
     line = {"started": MONDAY + 4 * DAY, "seconds": {"steps": 14 * DAY}, "kept_s": 14 * DAY, "queue_s": 60.0}
     weeks = goodput.by_week([line])
@@ -128,9 +126,7 @@ TIME = {"attempt": 2, "time": {"seconds": {"start": 1.0, "steps": 50.0}, "traine
 
 
 @pytest.mark.parametrize(("state", "repeated"), [("running", 0.0), ("requeued", 20.0), ("interrupted", 20.0)])
-def test_steps_of_a_live_run_may_still_be_saved_and_those_of_a_killed_one_not(
-    tmp_path: Path, state: str, repeated: float
-) -> None:
+def test_steps_of_a_live_run_may_be_saved_yet(tmp_path: Path, state: str, repeated: float) -> None:
     run = made(tmp_path / "run", status=TIME)
     run.state = state
     seconds = {bucket: value for bucket, value in run.seconds.items() if value}
@@ -174,9 +170,7 @@ def test_a_run_that_has_not_begun_has_an_empty_table(tmp_path: Path, capsys: pyt
     assert found["weeks"] == {}
 
 
-def test_the_json_has_the_seconds_of_each_run_of_all_and_of_each_week(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_seconds_by_run_and_week(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
         made(tmp_path / name, status=TIME)
     report.main([str(tmp_path), "--json"])

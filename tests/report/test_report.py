@@ -140,7 +140,7 @@ def test_runs_of_equal_length_need_no_step_in_the_table(tmp_path: Path, report: 
     assert "1.5000 ± 0.7071\n" in "\n".join(line.rstrip() for line in report(tmp_path).split("\n"))
 
 
-def test_long_runs_of_different_lengths_are_compared_at_the_end_of_the_shorter(
+def test_runs_of_different_lengths_compare_at_the_shorter_end(
     tmp_path: Path, report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of their curves only a part is kept, and that step in any case; on the page, too."""
@@ -264,7 +264,7 @@ def test_forks_are_a_tree(tmp_path: Path, report: Report) -> None:
     assert page_data(root / "report.html")["forks"][:2] == ["trunk", "└ low from step 1"]
 
 
-def test_a_branch_is_below_its_own_trunk_and_no_run_of_the_same_name(tmp_path: Path, report: Report) -> None:
+def test_branch_is_below_its_own_trunk(tmp_path: Path, report: Report) -> None:
     root = tmp_path / "outputs"
     for folder in ("a", "b"):
         write_run(root / folder / "base", losses([3.0]))
@@ -279,7 +279,7 @@ def test_a_branch_is_below_its_own_trunk_and_no_run_of_the_same_name(tmp_path: P
 
 
 @pytest.mark.promise("runs are ranked by what is known to be better, and by nothing else")
-def test_numbers_of_which_nobody_knows_what_is_better_are_not_ranked(tmp_path: Path, report: Report) -> None:
+def test_metrics_without_a_known_direction_are_not_ranked(tmp_path: Path, report: Report) -> None:
     """A loss is, an accuracy, and what the config judges by; anything else once somebody says it."""
     for number in (1, 2, 3):
         records = [
@@ -551,7 +551,7 @@ def test_the_command_runs_once_the_sweep_has_ended(
     assert (sweep / "told").read_text() == "5 of 6 runs finished, 5 of 6\n"
 
 
-def test_a_run_that_nobody_starts_does_not_keep_the_command_forever(
+def test_run_that_never_starts_does_not_block_the_command(
     sweep: Path, report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("status.json", "attempts.jsonl", "finished.json", "metrics.jsonl"):

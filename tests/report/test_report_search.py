@@ -59,7 +59,7 @@ def write_search(path: Path, journal: Journal) -> None:
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
-def test_best_so_far_is_the_best_of_each_beginning_of_the_journal(repeats: int) -> None:
+def test_best_so_far_follows_the_journal(repeats: int) -> None:
     journal, grown = a_search(repeats=repeats), Journal(repeats)
     expected: list[tuple[int, float, int]] = []
     for entry in journal.entries:
@@ -70,7 +70,7 @@ def test_best_so_far_is_the_best_of_each_beginning_of_the_journal(repeats: int) 
     assert expected[-1][1] == 4.6  # worse than at the rung below
 
 
-def test_every_trial_is_counted_and_only_finite_results_are_drawn() -> None:
+def test_every_trial_counts_and_finite_results_are_drawn() -> None:
     found = search_data(RULES, a_search())
     assert (found["diverged"], found["failed"], found["steps"]) == (1, 1, 11 * 2 + 2 * 2 + 2)
     assert [line["results"] for line in found["lines"][1:3]] == [[(2, None)], []]

@@ -70,7 +70,7 @@ def test_numbers_are_read_to_the_last_bit(tmp_path: Path, column: list[float | N
     assert_reads(path, lines)
 
 
-def test_lines_with_the_same_shape_and_other_names_are_not_confused(tmp_path: Path) -> None:
+def test_lines_of_one_shape_and_other_names_are_told_apart(tmp_path: Path) -> None:
     """A batch has now these sources and now those, with names of one length."""
     lines = [{"step": step, "by": {"ab" if step % 3 else "cd": step / 7}, "x": 1} for step in range(200)]
     path = tmp_path / "metrics.jsonl"
@@ -120,7 +120,7 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path, odd: str) -> None:
             read_series(path)
 
 
-def test_a_torn_last_line_is_left_out_and_a_missing_file_has_nothing(tmp_path: Path) -> None:
+def test_torn_last_line_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert read_series(path) == {}
     path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.')

@@ -57,7 +57,7 @@ def dead() -> dict[str, Any]:
     return {"pid": process.pid, "start_time": state[1]}
 
 
-def test_one_that_has_closed_the_records_or_is_dead_appends_no_more(run: RunDir, dead: dict[str, Any]) -> None:
+def test_dead_or_closed_records_append_nothing(run: RunDir, dead: dict[str, Any]) -> None:
     announce(run)
     assert not nobody_appends(run)
     withdraw(run)
@@ -121,7 +121,7 @@ def guard_of(run: RunDir) -> files.Guard:
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_where_its_run_was_moved_a_process_that_wakes_makes_no_directory(tmp_path: Path, maker: str) -> None:
+def test_waking_process_makes_no_directory_of_a_moved_run(tmp_path: Path, maker: str) -> None:
     """The place has none of the run any more: a stray directory there could be taken for one."""
     with held(tmp_path / "run") as run:
         run.path.rename(tmp_path / "elsewhere")
@@ -156,9 +156,7 @@ def test_what_is_truncated_in_place_stays_one_file(run: RunDir) -> None:
     assert (run.path / "backup.jsonl").stat().st_size == size
 
 
-def test_what_is_truncated_in_place_stays_so_after_a_power_failure(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_truncation_in_place_survives_a_power_failure(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise lines that were cut off could be found among those that are written in their place."""
     write(run, 1, 9)
     synced: list[tuple[int, int]] = []
@@ -175,9 +173,7 @@ def test_what_is_truncated_in_place_stays_so_after_a_power_failure(
         writer.close()
 
 
-def test_only_the_end_of_the_records_is_read_and_nothing_is_copied(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_end_of_the_records_is_read(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     write(run, 1, 30_000)
     read: list[int] = []
     real = files.read_at
@@ -231,7 +227,7 @@ def quick() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_end_of_another_command_says_nothing_of_the_attempt_before(tmp_path: Path) -> None:
+def test_end_of_another_command_does_not_touch_the_attempt(tmp_path: Path) -> None:
     """Moving a run acquires its lease as well. An attempt that was frozen before that still has the records open."""
     assert attempt(tmp_path) == ExitStatus.FINISHED
     with held(tmp_path) as run:

@@ -36,7 +36,7 @@ def begin(run: RunDir, guard: files.Guard | None = None) -> AttemptLog:
     return AttemptLog.begin(RunDir(run.path, guard), {"job_id": "7"}, 100, lambda record: "killed")
 
 
-def test_the_status_has_the_time_of_the_newest_committed_checkpoint(tmp_path: Path) -> None:
+def test_status_has_the_time_of_the_newest_checkpoint(tmp_path: Path) -> None:
     """A save in progress, or one that failed, does not count."""
     run = RunDir(tmp_path)
     log = begin(run)
@@ -52,9 +52,7 @@ def test_the_status_has_the_time_of_the_newest_committed_checkpoint(tmp_path: Pa
     assert (status["checkpoint_step"], status["checkpoint_time"]) == (20, 2_000.0)
 
 
-def test_a_checkpoint_of_another_machine_that_a_listing_does_not_show_yet_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unlisted_checkpoint_of_another_machine_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A listing of a network file system may be some seconds old, until this machine changes something there."""
     run, anew, really = RunDir(tmp_path), set[Path](), files.list_dir
     begin(run).update(step=20, force=True)
@@ -113,7 +111,7 @@ def test_three_attempts_without_progress_are_a_crash_loop(
         log.check_budgets(max_timeouts)
 
 
-def test_an_end_that_the_disk_refused_in_the_status_alone_is_shown(tmp_path: Path) -> None:
+def test_end_refused_by_the_disk_in_the_status_is_shown(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     log = begin(run)
     log.update(step=4, force=True)
@@ -125,7 +123,7 @@ def test_an_end_that_the_disk_refused_in_the_status_alone_is_shown(tmp_path: Pat
     assert (found["state"], found["reason"], found["step"]) == ("crash loop", "three in a row", 4)
 
 
-def test_without_its_status_the_other_records_show_what_a_run_is_doing(tmp_path: Path) -> None:
+def test_without_status_other_records_show_the_state(tmp_path: Path) -> None:
     """status.json is written without fsync: after a power loss it may be missing or broken."""
     run = RunDir(tmp_path)
     assert status_of(run) == {}
@@ -190,9 +188,7 @@ def test_an_attempt_that_saved_a_single_step_made_progress(tmp_path: Path, cause
 
 
 @pytest.mark.parametrize(("saved", "stops"), [(None, True), (1, False)])
-def test_the_last_time_limit_that_is_allowed_is_one_without_a_new_checkpoint(
-    tmp_path: Path, saved: int | None, stops: bool
-) -> None:
+def test_last_allowed_time_limit_has_no_new_checkpoint(tmp_path: Path, saved: int | None, stops: bool) -> None:
     """At the end of an attempt: one step is progress here, too."""
     run = RunDir(tmp_path)
     record_ends(run, "time limit", "time limit")
@@ -206,9 +202,7 @@ def test_the_last_time_limit_that_is_allowed_is_one_without_a_new_checkpoint(
 
 
 @pytest.mark.parametrize(("noted", "cause"), [("preempted", "preempted"), ("interrupted", "killed"), (None, "killed")])
-def test_a_killed_attempt_keeps_the_cause_that_it_noted_unless_that_may_follow_from_a_crash(
-    tmp_path: Path, noted: str | None, cause: str
-) -> None:
+def test_killed_attempt_keeps_its_noted_cause(tmp_path: Path, noted: str | None, cause: str) -> None:
     """When a rank dies, srun signals the others before it kills them: that alone must not hide a crash loop."""
     run = RunDir(tmp_path)
     log = begin(run)
@@ -255,7 +249,7 @@ def close_listener(flag: StopFlag) -> None:
     flag._sockets = flag._thread = None
 
 
-def test_consecutive_time_limits_without_progress_stop_the_run_at_max_timeouts(tmp_path: Path, flag: Any) -> None:
+def test_time_limits_without_progress_stop_at_max_timeouts(tmp_path: Path, flag: Any) -> None:
     """Four in a row, although three other ends would be a crash loop; a new checkpoint resets the count."""
     job = compose([f"run.dir={tmp_path / 'run'}"])
     run = RunDir(job.run_dir)
@@ -285,7 +279,7 @@ def test_consecutive_time_limits_without_progress_stop_the_run_at_max_timeouts(t
 
 
 @pytest.mark.parametrize("line", ["garbage", "[1, 2]", '{"a": 1}'])
-def test_a_malformed_record_does_not_keep_an_attempt_from_starting(tmp_path: Path, line: str) -> None:
+def test_malformed_record_does_not_block_a_start(tmp_path: Path, line: str) -> None:
     run = RunDir(tmp_path)
     record_ends(run, "crash")
     with open(run.attempts, "a") as file:
@@ -294,7 +288,7 @@ def test_a_malformed_record_does_not_keep_an_attempt_from_starting(tmp_path: Pat
     assert begin(run).record["attempt"] == 2
 
 
-def test_an_attempt_whose_cause_cannot_be_noted_still_ends_in_order(tmp_path: Path) -> None:
+def test_attempt_whose_cause_cannot_be_noted_ends_in_order(tmp_path: Path) -> None:
     """As on a full disk: the cause is kept in memory, and the job is still requeued."""
     run = RunDir(tmp_path)
     log = begin(run)
@@ -314,9 +308,7 @@ def test_a_cause_noted_after_the_end_changes_nothing(tmp_path: Path) -> None:
     assert [line["cause"] for line in read_lines(run.attempts)] == ["finished"]
 
 
-def test_what_a_thread_notes_while_an_attempt_ends_leaves_one_line_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_notes_of_a_thread_at_the_end_leave_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The attempt looks at its checkpoints, a thread notes the notice of a preemption, and the disk refuses the end.
 
     The record that had been noted was not the one that was closed: the second try at the end added its line again.
@@ -338,7 +330,7 @@ def test_what_a_thread_notes_while_an_attempt_ends_leaves_one_line_of_it(
     assert files.read_object(run.attempt) == {}
 
 
-def test_a_warning_of_a_thread_does_not_bring_back_an_older_status(tmp_path: Path) -> None:
+def test_warning_of_a_thread_keeps_the_newer_status(tmp_path: Path) -> None:
     """A writer that warned as the attempt ended replaced its status last, with "running"."""
     run = RunDir(tmp_path)
     log = begin(run)
@@ -414,7 +406,7 @@ def test_a_superseded_process_that_wakes_changes_no_record(tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("writes", range(9))
-def test_a_process_superseded_between_two_writes_stops_at_the_second(tmp_path: Path, writes: int) -> None:
+def test_process_superseded_between_writes_stops_at_the_second(tmp_path: Path, writes: int) -> None:
     """Whichever write it is: each one asks for the fence."""
     run = RunDir(tmp_path)
     frozen: dict[str, bytes] = {}
@@ -491,7 +483,7 @@ def test_an_attempt_of_the_wrong_shape_is_ignored(tmp_path: Path, line: dict[str
     assert ended_attempts(run) == []
 
 
-def test_an_attempt_without_its_times_does_not_keep_the_next_from_choosing_its_cadence(tmp_path: Path) -> None:
+def test_attempt_without_times_does_not_block_the_cadence(tmp_path: Path) -> None:
     whole = {"attempt": 1, "cause": "crash", "started": 0.0, "ended": 50.0}
     config = compose(["checkpoint=adaptive"]).config
     broken: list[dict[str, object]] = [{}, {"started": 5.0}, {"started": 5.0, "ended": "later"}]

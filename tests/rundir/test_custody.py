@@ -100,9 +100,7 @@ def test_nobody_can_begin_while_custody_is_held(run: RunDir) -> None:
         Lease.acquire(lease).release()
 
 
-def test_a_run_that_is_moved_while_its_leases_are_waited_for_is_not_made_again(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_moved_while_waiting_for_leases_is_not_remade(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or two commands would both report success, and one of them would have moved an empty directory."""
     elsewhere = run.path.with_name("b-12345678")
 
@@ -169,9 +167,7 @@ def test_what_a_stopped_trainer_has_open_is_not_what_is_moved(run: RunDir, is_op
     assert RunDir(target).metrics.read_text() == moved
 
 
-def test_what_another_removal_deletes_meanwhile_is_not_renamed_back(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_removal_is_not_renamed_back(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two `rm` at once: the second takes what the first has just renamed for the rest of one that was killed."""
     target, rename = run.path.with_name(".a-12345678.removed-1-00000000"), files.rename
 

@@ -142,9 +142,7 @@ def test_a_killed_holder_is_replaced_at_once(directory: Path, other: subprocess.
         assert lease.fence == 2
 
 
-def test_a_frozen_holder_is_replaced_after_the_timeout_and_fenced_off(
-    directory: Path, other: subprocess.Popen[str]
-) -> None:
+def test_frozen_holder_is_replaced_and_fenced_off(directory: Path, other: subprocess.Popen[str]) -> None:
     other.send_signal(signal.SIGSTOP)
     while (state := state_of(other.pid)) and state[0] != "T":
         time.sleep(0.01)
@@ -160,7 +158,7 @@ def test_a_frozen_holder_is_replaced_after_the_timeout_and_fenced_off(
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENFILE])
-def test_what_cannot_be_read_just_now_is_no_sign_that_a_holder_is_gone(
+def test_unreadable_sign_is_no_sign_that_a_holder_is_gone(
     directory: Path, fake_time: FakeTime, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """Neither the heartbeat of one on another host nor the state of a process of this machine."""
@@ -200,9 +198,7 @@ def test_removing_the_lease_stops_its_holder(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("jump_s", [0.0, 100.0])
-def test_a_delayed_newcomer_does_not_take_over_from_a_live_holder(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float
-) -> None:
+def test_delayed_newcomer_spares_a_live_holder(directory: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
     """Stopped or starved while it waits, the newcomer finds its timeout over, although the holder is alive."""
     held_by(directory, host=this_process()["host"])
     now = 0.0
@@ -241,9 +237,7 @@ def test_a_holder_on_another_host_is_watched_until_its_heartbeat(directory: Path
         Lease.acquire(directory, {}, 30.0)
 
 
-def test_a_holder_on_another_host_without_heartbeat_is_replaced_after_the_timeout(
-    directory: Path, fake_time: FakeTime
-) -> None:
+def test_silent_holder_elsewhere_is_replaced_after_the_timeout(directory: Path, fake_time: FakeTime) -> None:
     """By the newcomer's own clock."""
     held_by(directory)
     with Lease.acquire(directory, {}, 30.0) as lease:
@@ -252,9 +246,7 @@ def test_a_holder_on_another_host_without_heartbeat_is_replaced_after_the_timeou
 
 
 @pytest.mark.parametrize("content", ['{"pid": 1', "[]", '{"pid": "x"}', '{"pid": 1, "restart_count": "x"}'])
-def test_a_holder_with_an_incomplete_file_is_replaced_after_the_timeout(
-    directory: Path, fake_time: FakeTime, content: str
-) -> None:
+def test_holder_with_an_incomplete_file_is_replaced(directory: Path, fake_time: FakeTime, content: str) -> None:
     directory.mkdir(parents=True)
     (directory / "00000007.json").write_text(content)
     with Lease.acquire(directory, {}, 5.0) as lease:
@@ -289,9 +281,7 @@ def test_liveness_without_waiting(holder: dict[str, Any], verdict: str) -> None:
 
 
 @pytest.mark.parametrize("released", [False, True])
-def test_an_earlier_start_of_a_job_never_takes_the_lease_from_a_later_one(
-    directory: Path, fake_time: FakeTime, released: bool
-) -> None:
+def test_earlier_start_never_takes_a_later_ones_lease(directory: Path, fake_time: FakeTime, released: bool) -> None:
     """It wakes on a node that was cut off, after Slurm has started the job on another one."""
     held_by(directory, job_id="7", submission="s", restart_count=2, released=released)
     said = r"continued by a later start of job 7 \(restart 2\): this one \(restart 1\) ends, and requeues nothing"
@@ -376,9 +366,7 @@ def test_a_lease_released_on_a_full_disk_is_free_at_once(directory: Path, monkey
         assert again.fence == lease.fence + 1
 
 
-def test_a_lease_whose_release_the_disk_has_refused_is_free_when_it_works_again(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreleased_lease_is_free_once_the_disk_works(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that evaluates one checkpoint after another would wait for itself forever."""
 
     def broken(*_: object) -> int:
@@ -404,7 +392,7 @@ def test_a_late_heartbeat_of_a_superseded_holder_leaves_nothing(directory: Path)
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
 
 
-def test_a_process_stopped_while_it_takes_a_number_that_was_used_meanwhile_is_superseded(directory: Path) -> None:
+def test_process_stopped_with_a_used_number_is_superseded(directory: Path) -> None:
     """The file of its number was created by another process, and swept, before it creates it."""
     held_by(directory, fence=5)
     late = Lease(directory, 4, this_process(), threading.Event())
@@ -424,7 +412,7 @@ def test_what_a_killed_holder_was_writing_is_swept(directory: Path) -> None:
         assert others.exists()
 
 
-def test_the_file_of_an_older_holder_is_gone_before_what_it_writes_is_looked_for(
+def test_old_holders_file_is_gone_before_its_writes_are_sought(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a network file system it may see an old list of the numbers; what it writes later is not found any more."""
@@ -442,7 +430,7 @@ def test_the_file_of_an_older_holder_is_gone_before_what_it_writes_is_looked_for
     assert swept == [directory, directory.parent]
 
 
-def test_whoever_submits_removes_what_an_earlier_one_left_among_the_leases(directory: Path) -> None:
+def test_submission_removes_an_earlier_ones_leftovers(directory: Path) -> None:
     """It was stopped, perhaps, and would replace what an attempt has written by now (see `runner.rundir.appender`)."""
     submission = RunDir(directory.parent).submission
     Lease.acquire(submission).release()  # there is no such directory yet
@@ -456,9 +444,7 @@ def test_whoever_submits_removes_what_an_earlier_one_left_among_the_leases(direc
 
 
 @pytest.mark.parametrize("leftover", ["metrics.jsonl.tmp-lease-00000001-7-7", "00000001.json"])
-def test_a_leftover_that_cannot_be_swept_keeps_the_lease_from_being_used(
-    leftover: str, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsweepable_leftover_blocks_the_lease(leftover: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It might belong to a process that wakes up and renames it, or that takes its number for the highest.
 
     The latter where a network file system shows it an old list of the numbers.
@@ -486,7 +472,7 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def test_what_the_heartbeat_carries_outlives_its_holder_and_those_that_carry_nothing(directory: Path) -> None:
+def test_heartbeats_payload_outlives_its_holder(directory: Path) -> None:
     """Commands may hold the lease for a moment between a killed attempt and the one that closes its record."""
     lease = Lease.acquire(directory, {}, 60.0)
     for value in ("long" * 100, "short"):  # written over the longer one
@@ -502,7 +488,7 @@ def test_what_the_heartbeat_carries_outlives_its_holder_and_those_that_carry_not
 
 
 @pytest.mark.parametrize("text", ["", "7", "00000000000000000007 [1]", '7 {"a": 1', "7 \x00\xff", "7 " + "[" * 100_000])
-def test_a_heartbeat_that_carries_nothing_readable_carries_nothing(directory: Path, text: str) -> None:
+def test_unreadable_heartbeat_carries_nothing(directory: Path, text: str) -> None:
     held_by(directory, released=True)
     (directory / "00000004.beat").write_text(text)
     with Lease.acquire(directory, {}, 60.0) as lease:
@@ -510,9 +496,7 @@ def test_a_heartbeat_that_carries_nothing_readable_carries_nothing(directory: Pa
 
 
 @pytest.mark.parametrize("age_s", [5.0, 60.0, 500.0, 1e6])
-def test_what_is_known_of_a_killed_holder_is_at_most_half_a_percent_of_its_life_old(
-    directory: Path, age_s: float
-) -> None:
+def test_knowledge_of_a_killed_holder_is_half_a_percent_old(directory: Path, age_s: float) -> None:
     """So the time of its attempt is known that well, and an old process writes no more often than its lease needs."""
     with Lease.acquire(directory, {}, 60.0) as lease:
         pause = lease._pause_s(age_s)

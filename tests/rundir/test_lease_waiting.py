@@ -53,7 +53,7 @@ def held(run: RunDir) -> Iterator[Lease]:
         yield lease
 
 
-def test_a_job_waits_until_the_previous_one_has_released_the_lease(run: RunDir, held: Lease) -> None:
+def test_job_waits_until_the_previous_one_released_the_lease(run: RunDir, held: Lease) -> None:
     messages: list[str] = []
 
     def release(text: str) -> None:
@@ -107,9 +107,7 @@ def test_a_signal_ends_the_wait_for_a_sign_of_life(
     assert [path.name for path in run.lease.iterdir()] == ["00000001.json"]
 
 
-def test_of_two_commands_the_second_neither_trains_nor_changes_the_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_of_two_commands_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both looked before either wrote."""
     run_dir = f"run.dir={tmp_path / 'run'}"
     first, second = compose([run_dir, "seed=1"]), compose([run_dir, "seed=2"])
@@ -148,9 +146,7 @@ def test_a_superseded_command_does_not_freeze_its_config(tmp_path: Path, monkeyp
     assert not run.code.exists()
 
 
-def test_a_command_whose_run_was_moved_meanwhile_makes_nothing_in_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_makes_nothing_in_place_of_a_moved_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was suspended for longer than others wait for it. Nor does it blame the disk."""
     job = compose([f"run.dir={tmp_path / 'run'}"])
 

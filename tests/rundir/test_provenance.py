@@ -49,7 +49,7 @@ def freeze(tmp_path: Path) -> Path:
     return run
 
 
-def test_commit_diff_and_untracked_files_of_the_current_directory_are_recorded(project: Path, tmp_path: Path) -> None:
+def test_commit_diff_and_untracked_files_are_recorded(project: Path, tmp_path: Path) -> None:
     (project / "model.py").write_text("width = 2\n")
     (project / "new.py").write_text("")
     code = json.loads((freeze(tmp_path) / "code.json").read_text())
@@ -75,7 +75,7 @@ def test_edits_and_commits_are_noticed(project: Path, tmp_path: Path) -> None:
     assert line.startswith(f"commit of {project}: ")
 
 
-def test_with_git_a_file_that_the_run_depends_on_is_named_instead_of_all_uncommitted_changes(
+def test_file_that_the_run_depends_on_is_named_with_git(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(project))
@@ -119,7 +119,7 @@ def test_earlier_submissions_are_kept(project: Path, tmp_path: Path) -> None:
     assert [entry["overrides"] for entry in earlier] == [["seed=1"], ["seed=1"]]
 
 
-def test_a_repository_is_not_asked_because_a_run_directory_names_it(
+def test_run_directory_does_not_choose_the_repository(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only those of the current directory and of the package are: git may run what a repository configures."""
@@ -198,7 +198,7 @@ def test_git_runs_no_filter_that_a_working_tree_configures(
     assert not (tmp_path / "ran").exists()
 
 
-def test_git_fetches_no_missing_object_from_a_remote_that_is_a_program(project: Path, tmp_path: Path) -> None:
+def test_git_fetches_nothing_from_a_remote_program(project: Path, tmp_path: Path) -> None:
     program = tmp_path / "program"
     program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
     program.chmod(0o755)
@@ -219,9 +219,7 @@ def test_git_fetches_no_missing_object_from_a_remote_that_is_a_program(project: 
     assert not (tmp_path / "ran").exists()
 
 
-def test_gits_variables_of_a_hook_or_a_script_do_not_lead_elsewhere(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gits_variables_do_not_lead_elsewhere(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = tmp_path / "other"
     other.mkdir()
     git(other, "init", "-q")
@@ -245,7 +243,7 @@ def test_gits_variables_of_a_hook_or_a_script_do_not_lead_elsewhere(
     "name", ["packages", "runner", "repositories", "earlier", "overrides", "targets", "modules", "directory"]
 )
 @pytest.mark.parametrize("value", [None, 7, "x", [7], {"x": 7}])
-def test_a_malformed_record_of_the_code_is_different_code_and_no_more(
+def test_malformed_code_record_is_only_different_code(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object
 ) -> None:
     monkeypatch.setattr(
@@ -269,7 +267,7 @@ def test_a_malformed_record_of_the_code_is_different_code_and_no_more(
     assert json.loads((run / "code.json").read_text())["overrides"] == ["seed=1"]
 
 
-def test_a_config_edited_by_hand_is_refused_and_one_of_a_killed_command_is_not(tmp_path: Path) -> None:
+def test_hand_edited_config_is_refused_but_not_a_killed_commands(tmp_path: Path) -> None:
     """A resume would follow only part of the edit: the state of an optimizer has its options, too."""
     run = RunDir(freeze(tmp_path))
     provenance.check_config(RunDir(tmp_path / "elsewhere"))  # code.json is not a condition

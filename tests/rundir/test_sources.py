@@ -55,12 +55,12 @@ def freeze(run: Path, config: dict[str, Any] = CONFIG) -> Path:
     return run
 
 
-def test_what_the_config_names_and_all_that_this_imports_is_found(project: Path) -> None:
+def test_named_code_and_its_imports_are_found(project: Path) -> None:
     assert sorted(found(CONFIG)) == sorted(FILES.keys() - {"unused.py"})
     assert not {"model", "layers", "pack"} & sys.modules.keys()
 
 
-def test_other_packages_the_standard_library_and_this_program_are_not_the_users_own(project: Path) -> None:
+def test_packages_and_stdlib_are_not_the_users_own(project: Path) -> None:
     config = {"a": {"_target_": "torch.nn.Linear"}, "b": {"_target_": "json.loads"}, "c": {"_target_": "launch.x.Y"}}
     assert found(config | {"d": {"_target_": "no_such_module.X"}, "e": {"_target_": "not a name"}}) == {}
 
@@ -75,7 +75,7 @@ def test_changed_new_and_missing_files_are_named(project: Path, tmp_path: Path) 
     assert provenance.code_changes(run) == ["layers.py", "pack/far.py", "pack/late.py (gone)", "unused.py (new)"]
 
 
-def test_a_run_that_is_continued_from_elsewhere_has_the_same_files(
+def test_run_continued_from_elsewhere_has_the_same_files(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = freeze(tmp_path / "run")
@@ -95,9 +95,7 @@ def test_a_copy_of_the_project_has_the_same_files(
     assert provenance.code_changes(run) == []
 
 
-def test_an_extension_is_left_out_and_a_file_that_cannot_be_read_is_not(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extension_is_left_out_of_the_digests(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (project / f"fast{EXTENSION_SUFFIXES[0]}").write_text("")
     assert found({"model": {"_target_": "fast.Net"}}) == {}
 

@@ -126,9 +126,7 @@ def changes_after(
 
 
 @pytest.mark.parametrize(("when", "where"), [("before", sometimes), *WHERE])
-def test_a_process_stopped_anywhere_changes_nothing_after_its_successor(
-    when: str, where: Choice, tmp_path: Path
-) -> None:
+def test_stopped_process_changes_nothing_after_its_successor(when: str, where: Choice, tmp_path: Path) -> None:
     """At every call of an attempt that creates, changes or removes something: records, metrics, lease, checkpoints."""
 
     def begin(path: Path) -> int:

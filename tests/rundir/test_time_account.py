@@ -106,7 +106,7 @@ def test_what_a_checkpoint_keeps(trained: dict[str, float], start: int, checkpoi
 
 
 @pytest.mark.parametrize(("end_step", "kept"), [(50, 60.0), (51, 20.0), (None, 20.0)])
-def test_after_its_last_save_an_attempt_that_ends_repeats_nothing(end_step: int | None, kept: float) -> None:
+def test_attempt_that_ends_at_its_save_repeats_nothing(end_step: int | None, kept: float) -> None:
     """One that was killed may have been in the middle of the next step."""
     assert closed({"seconds": {"steps": 60.0}, "trained": {"50": 20.0}}, 40, 50, end_step)["kept_s"] == kept
 
@@ -118,7 +118,7 @@ def test_only_the_latest_saves_are_remembered() -> None:
     assert list(account.state()["trained"]) == [str(step) for step in range(100 - MAX_SAVES, 100)]
 
 
-def test_a_killed_attempt_is_closed_by_the_next_one_up_to_its_last_sign_of_life(tmp_path: Path, clocks: Clocks) -> None:
+def test_killed_attempt_is_closed_at_its_last_sign_of_life(tmp_path: Path, clocks: Clocks) -> None:
     """A step may take long: status.json, which the thread that trains writes, is then older than the heartbeat."""
     log = begin(tmp_path)
     log.account.switch("steps")

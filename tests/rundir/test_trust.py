@@ -158,7 +158,7 @@ def test_the_config_itself_cannot_vouch_for_itself(run: RunDir, capsys: pytest.C
     assert "can be written by" in capsys.readouterr().err
 
 
-def test_nothing_in_a_run_is_writable_by_others_whatever_the_umask(tmp_path: Path) -> None:
+def test_nothing_in_a_run_is_writable_by_others(tmp_path: Path) -> None:
     """Least of all `lease/`: the highest number there decides who trains."""
     before = os.umask(0)
     try:
@@ -170,7 +170,7 @@ def test_nothing_in_a_run_is_writable_by_others_whatever_the_umask(tmp_path: Pat
     assert [name for name, mode in found.items() if mode & 0o022] == []
 
 
-def test_what_the_runner_creates_is_not_writable_by_others_whatever_the_umask(tmp_path: Path) -> None:
+def test_nothing_created_is_writable_by_others(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         files.make_dirs(tmp_path / "root" / "run", files.OWNED)

@@ -194,7 +194,7 @@ def test_as_many_slots_start_as_there_are_promotions() -> None:
     assert most_promotions(rules(), journal) == 2
 
 
-def test_errors_of_several_trials_in_a_row_end_the_search_until_it_is_retried() -> None:
+def test_several_errors_in_a_row_end_the_search_until_a_retry() -> None:
     """They are those of a disk or a data set that is gone, and not those of the trials."""
     journal = begun(9, (1, 2))
 

@@ -52,7 +52,7 @@ def test_a_range_is_written_as_in_hydra_and_log_for_short(composer: TrialCompose
     assert dimensions(composer, "search.space.model.width=[16,32]") == {"model.width": ("16", "32")}
 
 
-def test_the_space_of_an_experiment_and_what_the_command_sets_of_it(tmp_path: Path) -> None:
+def test_space_comes_from_the_experiment_and_the_command(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(
         "# @package _global_\ndefaults:\n  - smoke\n  - override /search: random\n"
@@ -106,7 +106,7 @@ def test_a_sweep_in_the_experiment_of_a_search_is_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_trials_have_the_names_of_their_plain_commands_with_own_config_dirs(tmp_path: Path) -> None:
+def test_trials_have_the_names_of_their_plain_commands(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     text = "defaults:\n  - gpt_tiny\nwidth: {}\n"
     for name, width in (("aa", 16), ("bb", 32)):

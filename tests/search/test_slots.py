@@ -34,7 +34,7 @@ def found(search: SearchDir) -> dict[str, Any]:
     return as_json(search, rules, journal)
 
 
-def test_a_search_trains_few_trials_to_the_end_and_names_the_best(tmp_path: Path) -> None:
+def test_search_trains_few_trials_to_the_end(tmp_path: Path) -> None:
     search = begin(tmp_path / "search", 27)
     assert work(search, trains) == ExitStatus.FINISHED
     shown = found(search)
@@ -206,7 +206,7 @@ def test_a_trial_that_a_living_slot_trains_is_left_to_it(tmp_path: Path) -> None
     assert order == [1]
 
 
-def test_a_run_that_another_search_has_trained_is_not_trained_again(tmp_path: Path) -> None:
+def test_run_of_another_search_is_not_trained_again(tmp_path: Path) -> None:
     search = begin(tmp_path / "search", 1)
     run = RunDir(tmp_path / "run0-0")
     run.path.mkdir()
@@ -236,7 +236,7 @@ def test_a_metric_that_no_record_has_names_those_that_there_are(tmp_path: Path) 
     assert "it has no eval_loss, but eval_accuracy: set search.metric" in found(search)["trials"][0]["reason"]
 
 
-def test_a_run_that_ends_early_has_its_last_result_at_the_rungs_above(tmp_path: Path) -> None:
+def test_run_that_ends_early_has_its_result_at_later_rungs(tmp_path: Path) -> None:
     search = begin(tmp_path / "search", 3, (10, 30))
 
     def train(task: Task, run: RunDir) -> int:
@@ -251,7 +251,7 @@ def test_a_run_that_ends_early_has_its_last_result_at_the_rungs_above(tmp_path: 
     assert (first["rung"], first["results"], first["state"]) == (1, {"6": 0.0}, "finished")
 
 
-def test_repeats_are_runs_of_their_own_and_their_mean_is_the_result(tmp_path: Path) -> None:
+def test_repeats_are_runs_whose_mean_is_the_result(tmp_path: Path) -> None:
     search = begin(tmp_path / "search", 3, (10, 30), repeats=3)
     work(search, trains)
     shown = found(search)
@@ -288,7 +288,7 @@ def test_a_journal_cut_off_at_any_line_goes_on_without_training(tmp_path: Path) 
         assert found(search) == before
 
 
-def test_slots_that_were_killed_are_started_again_while_results_come_in(tmp_path: Path) -> None:
+def test_killed_slots_restart_while_results_come_in(tmp_path: Path) -> None:
     search, starts = begin(tmp_path / "search", 3, (10, 30)), list[int]()
 
     class Launching:
@@ -408,7 +408,7 @@ def test_withdrawn_repeats_are_all_retried(tmp_path: Path) -> None:
     assert found(search)["trials"][0]["state"] == "finished"
 
 
-def test_a_run_that_pauses_at_the_last_rung_is_not_called_finished(tmp_path: Path) -> None:
+def test_run_paused_at_the_last_rung_is_not_finished(tmp_path: Path) -> None:
     search = begin(tmp_path / "search", 1, (10,))
 
     def train(task: Task, run: RunDir) -> int:

@@ -58,7 +58,7 @@ class _Adding(Scenario):
         self.must(packed <= set(self.members), f"not packed: {sorted(packed - set(self.members))}")
 
 
-def test_what_another_machine_has_just_made_is_packed_and_taken_into_custody() -> None:
+def test_run_just_made_elsewhere_is_packed_and_removed() -> None:
     """An archive without it may be all that is left of the run."""
     assert play(_Adding, Schedule("1", ())).broken is None
 
@@ -94,7 +94,7 @@ class _Saving(Scenario):
         self.must(self.seen == [[], [], ["step_00000001"]], f"seen: {self.seen}")
 
 
-def test_a_resume_does_not_rely_on_what_its_machine_listed_before() -> None:
+def test_resume_does_not_rely_on_an_old_listing() -> None:
     assert play(_Saving, Schedule("1", ())).broken is None
 
 
@@ -136,5 +136,5 @@ class _LateRename(Scenario):
         self.must(value == b"new", f"the newer holder has written, but found is {value!r}")
 
 
-def test_a_newer_holder_does_not_rely_on_what_its_machine_listed_before() -> None:
+def test_newer_holder_does_not_rely_on_an_old_listing() -> None:
     assert play(_LateRename, Schedule("1", ())).broken is None

@@ -28,7 +28,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("simulation.shrink.SWITCHING", (0.0, 0.02))
 
 
-def test_a_search_is_repeated_by_its_seed_and_mutates_what_was_new() -> None:
+def test_search_repeats_by_its_seed_and_mutates_the_new() -> None:
     texts = []
     for _ in range(2):
         explorer = Explorer(Leases, 5, near=["2.9"])
@@ -104,7 +104,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("faulty", "here")
 @pytest.mark.slow
-def test_the_command_prints_the_shortest_story_and_how_to_bring_it_back(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_the_shortest_story_and_its_seed(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--scenario", "lease", "--seed", "17", "--schedules", "100", "--workers", "1"]
     assert command(options) == ExitStatus.FAILED
     printed = capsys.readouterr().out

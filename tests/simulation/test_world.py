@@ -111,7 +111,7 @@ def test_nothing_of_a_story_is_left() -> None:
     assert {module: dict(vars(module)) for module in modules} == modules
 
 
-def test_a_module_that_is_imported_in_a_story_finds_the_threads_of_the_story() -> None:
+def test_module_imported_in_a_story_finds_its_threads() -> None:
     """Only for as long as the story lasts: then it is like any other."""
     module: dict[str, Any] = {"__name__": "runner.imported_late"}
     made: list[object] = []
@@ -253,7 +253,7 @@ def after_power_loss(work: Callable[[], None], seed: int) -> dict[str, bytes]:
     return left_by(lambda scenario: work(), seed, network=False, loses_power=True)
 
 
-def test_a_power_loss_keeps_what_was_synced_and_may_lose_the_rest() -> None:
+def test_power_loss_keeps_what_was_synced() -> None:
     def work() -> None:
         written(HOME / "kept", b"synced")
         files.fsync_dir(HOME)
@@ -349,7 +349,7 @@ def refused(scenario: Small, call: str, action: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize(("again", "left"), [(b"", {b"old", b"old+"}), (b"!", {b"old+!"})])
-def test_what_a_sync_has_refused_may_be_lost_though_a_second_one_succeeds(again: bytes, left: set[bytes]) -> None:
+def test_refused_sync_may_lose_data_despite_a_second_one(again: bytes, left: set[bytes]) -> None:
     """The kernel may take it for written, unless more is written there."""
 
     def work(scenario: Small) -> None:
@@ -366,7 +366,7 @@ def test_what_a_sync_has_refused_may_be_lost_though_a_second_one_succeeds(again:
 
 
 @pytest.mark.parametrize("network", [False, True])
-def test_only_a_network_file_system_may_have_done_what_it_refused(network: bool) -> None:
+def test_only_a_network_file_system_may_do_what_it_refused(network: bool) -> None:
     """A rename has taken place or not, and what was to be at the server at the close is there or not."""
 
     def work(scenario: Small) -> None:

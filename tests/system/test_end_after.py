@@ -13,7 +13,7 @@ ctypes.PyDLL(None).pause()  # keeps the interpreter's lock
 """
 
 
-def test_a_process_that_holds_the_interpreters_lock_ends_with_its_status() -> None:
+def test_process_with_the_interpreter_lock_ends_with_its_status() -> None:
     assert subprocess.run([sys.executable, "-c", STUCK], timeout=300, check=False).returncode == 75
 
 

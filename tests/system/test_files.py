@@ -193,7 +193,7 @@ def test_an_atomic_write_is_synced_if_it_must_be_durable(
     assert len(synced) == (2 if durable else 0)  # the file and the directory
 
 
-def test_a_write_that_is_refused_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_refused_write_leaves_the_old_file_only(tmp_path: Path) -> None:
     path = tmp_path / "record"
     path.write_text("old")
 
@@ -237,9 +237,7 @@ class Holder:
             raise SupersededError("superseded")
 
 
-def test_a_rename_after_the_check_cannot_land_once_a_newer_holder_has_swept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_rename_cannot_land_after_a_newer_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, older, newer = tmp_path / "record", Holder(1), Holder(2)
     real = files.rename
 
@@ -267,7 +265,7 @@ def test_what_is_appended_late_is_in_no_file(tmp_path: Path) -> None:
     assert path.read_text() == "1\n2\n"
 
 
-def test_only_temporary_files_of_older_holders_of_the_same_lease_are_swept(tmp_path: Path) -> None:
+def test_only_older_holders_temporary_files_are_swept(tmp_path: Path) -> None:
     both = Holder(2).guard.and_also(files.Guard("submission-00000007", lambda: None))
     left = ["a.json.tmp-lease-00000002-1-1", f"b.json.tmp-{both.tag}-1-1", "c\n.tmp-lease-00000001"]
     kept = ["a.json", "a.json.tmp-lease-00000003-1-1", "a.json.tmp-submission-00000001-1-1", "metrics.csv.tmp-2-1"]
@@ -302,9 +300,7 @@ def test_new_directories_are_synced_into_their_parents(tmp_path: Path, monkeypat
         files.make_dirs(tmp_path / "file" / "c")
 
 
-def test_a_directory_that_another_process_makes_at_that_moment_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directory_made_at_the_same_moment_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the look that misses it and the next one: two shells that start the same run."""
     real = files.is_taken
 
@@ -318,7 +314,7 @@ def test_a_directory_that_another_process_makes_at_that_moment_is_no_error(
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
-def test_a_file_system_that_cannot_sync_directories_is_written_to(
+def test_file_system_without_directory_sync_is_written_to(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only its files are synced; what refuses to sync a file is an error."""
@@ -343,7 +339,7 @@ def test_a_file_system_that_cannot_sync_directories_is_written_to(
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EROFS, errno.EACCES, errno.ENOTCONN])
-def test_a_parent_that_cannot_be_synced_does_not_keep_a_directory_from_being_used(
+def test_unsyncable_parent_does_not_block_a_directory(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Path) -> None:
@@ -355,9 +351,7 @@ def test_a_parent_that_cannot_be_synced_does_not_keep_a_directory_from_being_use
         files.make_dirs(tmp_path / "new")
 
 
-def test_a_leftover_that_cannot_be_removed_does_not_keep_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unremovable_leftover_does_not_keep_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them could still be renamed by a process that wakes up later."""
     old = [tmp_path / f"{name}.json.tmp-lease-00000001-1-1" for name in "abcde"]
     newer = tmp_path / "a.json.tmp-lease-00000002-1-1"

@@ -82,7 +82,7 @@ def start(code: str, *words: str, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, **options)
 
 
-def test_the_listener_gets_a_signal_that_the_main_thread_cannot_handle() -> None:
+def test_listener_gets_a_signal_the_main_thread_cannot_handle() -> None:
     """A compilation or a long kernel delays Python's own handlers; the cause is noted nevertheless."""
     with start(LONG_CALL) as process:
         assert process.stdout is not None
@@ -99,7 +99,7 @@ def test_a_signal_before_the_listener_reaches_it_once() -> None:
     assert output == "heard SIGUSR2\n"
 
 
-def test_signals_after_the_first_one_have_a_listener_of_their_own() -> None:
+def test_later_signals_have_a_listener_of_their_own() -> None:
     """The first one decides the cause; a later one may leave less time."""
     with start(LATER) as process:
         assert process.stdout is not None
@@ -116,7 +116,7 @@ def test_a_signal_to_a_forked_child_does_not_reach_its_parent() -> None:
 
 
 @pytest.mark.parametrize("rank", [None, "0", "1"])
-def test_ctrl_c_tells_at_once_what_it_does_and_the_second_one_ends_the_process(rank: str | None) -> None:
+def test_ctrl_c_reports_at_once_and_the_second_one_ends(rank: str | None) -> None:
     """Although the main thread is in one call of C for longer than this test takes. Rank 0 speaks for all ranks."""
     env = {key: value for key, value in os.environ.items() if key != "RANK"} | ({} if rank is None else {"RANK": rank})
     with start(LONG_CALL, stderr=subprocess.PIPE, env=env) as process:
@@ -159,7 +159,7 @@ def test_a_process_that_is_stopped_by_its_terminal_knows_it() -> None:
 
 @pytest.mark.parametrize("signum", signals.STOP_SIGNALS)
 @pytest.mark.slow
-def test_a_signal_during_interpreter_shutdown_does_not_change_the_exit_status(signum: signal.Signals) -> None:
+def test_signal_at_interpreter_shutdown_keeps_the_status(signum: signal.Signals) -> None:
     """A scheduler that signals twice must not turn a finished run into a failed one."""
     with start(AT_THE_END) as process:
         assert process.stdout is not None

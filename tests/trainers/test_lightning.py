@@ -56,8 +56,6 @@ def test_a_run_without_passes(trials: Trials, before: Shape, after: Shape) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(Shape(2), Shape(1, 4)), (Shape(1, 4), Shape(2))], ids=str)
 @pytest.mark.parametrize("save_at", [10, 25])
-def test_epochs_end_where_they_ended_before_though_the_global_batch_changes(
-    trials: Trials, before: Shape, after: Shape, save_at: int
-) -> None:
+def test_epochs_end_in_place_at_another_global_batch(trials: Trials, before: Shape, after: Shape, save_at: int) -> None:
     more = {"fetched_ahead": 1, "has_length": False}
     assert trials.outcome(before, after, save_at=save_at, more=more, **EPOCHS) == EXACT

@@ -16,9 +16,7 @@ STEPS = 40
 
 
 @pytest.mark.parametrize(("kills", "kill_all_at"), [(2, None), (0, 17)], ids=["some", "all at once"])
-def test_committed_steps_take_the_first_samples_of_the_order_whatever_is_killed(
-    kills: int, kill_all_at: int | None, tmp_path: Path
-) -> None:
+def test_committed_steps_take_the_first_samples_in_order(kills: int, kill_all_at: int | None, tmp_path: Path) -> None:
     replicas = Replicas(EXAMPLES / "in_torchft.py", tmp_path, STEPS, options=["--seconds", "0.6"])
     try:
         replicas.train(kills, random.Random(1), kill_all_at)

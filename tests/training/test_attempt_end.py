@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 @pytest.mark.parametrize(("code", "passes"), [(errno.ENOSPC, True), (errno.EPERM, False)])
-def test_a_disk_with_room_for_the_attempt_log_alone_fails_no_run_for_good(code: int, passes: bool, run: RunDir) -> None:
+def test_disk_with_room_for_one_record_fails_no_run_for_good(code: int, passes: bool, run: RunDir) -> None:
     write = files.write_json
 
     def refuse(path: Path, *arguments: Any, **options: Any) -> None:
@@ -92,9 +92,7 @@ class Submitted(Requeued):
         return {**super().identity(), "submission": "s"}
 
 
-def test_an_earlier_start_of_a_job_trains_nothing_after_a_later_one(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_earlier_start_trains_nothing_after_a_later_one(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     """Although a command, which pruned checkpoints, say, has held the lease since."""
     job = Submitted(0)
     with tiny_attempts():
@@ -137,7 +135,7 @@ def test_a_run_with_its_completion_mark_has_not_failed(
     assert json.loads(run.status.read_text())["state"] == "finished"
 
 
-def test_a_run_is_finished_only_once_the_name_of_its_last_checkpoint_is_durable(run: RunDir) -> None:
+def test_run_is_finished_once_its_last_checkpoint_is_durable(run: RunDir) -> None:
     """The last save counts for the next attempt even if the sync of its name failed; a power loss may take it then."""
     sync, synced = files.fsync_dir, list[Path]()
 
@@ -191,9 +189,7 @@ def test_a_bug_in_a_users_code_is_a_crash_with_its_traceback(run: RunDir, capsys
     )
 
 
-def test_what_the_disk_refuses_before_the_records_are_open_is_printed(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refusals_before_the_records_open_are_printed(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing else would say why the process has failed."""
 
     def make(world: World) -> ExitStatus:
@@ -225,7 +221,7 @@ def test_the_others_learn_why_a_rank_fails_the_job(
     assert peers.read_report(store) == (f"rank 1 failed: {error}" if reported else None)
 
 
-def test_a_disk_that_once_refuses_a_look_at_the_checkpoints_fails_no_finished_run(run: RunDir) -> None:
+def test_disk_error_at_checkpoints_fails_no_finished_run(run: RunDir) -> None:
     end, newest_step, refused = AttemptLog.end, RunDir.newest_step, [False]
 
     def refuse(run: RunDir) -> int:
@@ -247,7 +243,7 @@ def test_a_disk_that_once_refuses_a_look_at_the_checkpoints_fails_no_finished_ru
 
 
 @pytest.mark.parametrize("refused", [1, 2, 3])
-def test_a_disk_that_once_refuses_a_look_at_the_checkpoints_makes_no_crash_of_a_signal(
+def test_disk_error_at_checkpoints_makes_no_crash_of_a_signal(
     refused: int, run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At the beginning of the end, at its record, and when that has been written."""
@@ -271,9 +267,7 @@ def test_a_disk_that_once_refuses_a_look_at_the_checkpoints_makes_no_crash_of_a_
     assert printed.err == ""
 
 
-def test_a_signal_before_a_resumed_run_trains_leaves_it_saved_where_it_was(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_signal_before_a_resumed_run_trains_leaves_it_saved(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     job = TinyJob(1)
     job.early_signal = signal.SIGTERM
     with tiny_attempts() as patch:

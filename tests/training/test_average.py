@@ -75,7 +75,7 @@ def test_a_resumed_average_is_bit_identical(tmp_path: Path, cut: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(everything(toy, average), everything(resumed, other), strict=True))
 
 
-def test_a_checkpoint_with_an_average_and_a_run_without_one_do_not_fit(tmp_path: Path) -> None:
+def test_average_must_be_in_both_checkpoint_and_run(tmp_path: Path) -> None:
     toy = Toy()
     average = average_of(toy.model)
     toy.save(manager(tmp_path / "without"))

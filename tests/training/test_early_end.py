@@ -82,7 +82,7 @@ def test_a_callback_ends_a_run_until_it_is_removed(method: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_signal_while_the_last_step_is_evaluated_loses_no_request(tmp_path: Path) -> None:
+def test_signal_in_the_last_evaluation_loses_no_request(tmp_path: Path) -> None:
     """The callback is not called again for a step that is complete."""
     callback = f"+callbacks.stops={{_target_: hooks.Stops, step: 8, signaled: {tmp_path / 'signaled'}}}"
     run = Run(tmp_path / "run", [*COMMON, callback])
@@ -94,7 +94,7 @@ def test_a_signal_while_the_last_step_is_evaluated_loses_no_request(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_where_kills_decide_when_a_method_is_called_it_cannot_end_the_run(tmp_path: Path) -> None:
+def test_methods_called_by_kills_cannot_end_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", [*COMMON, "+callbacks.stops={_target_: hooks.Stops, step: 0, method: on_start}"])
     output = run.finish()
     assert "stop is for on_step_end and on_evaluation" in output

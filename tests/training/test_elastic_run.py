@@ -62,7 +62,7 @@ def test_another_global_batch_resumes_at_the_same_position(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_weights_edited_between_attempts_need_consent_and_repeat_nothing(tmp_path: Path) -> None:
+def test_weights_edited_between_attempts_need_consent(tmp_path: Path) -> None:
     """Changed weights are refused, naming the change; if allowed, every source continues at its key."""
     run = Run(tmp_path / "run", [*COMMON, "train.batch_size=6", "train.steps=12"])
     run.finish()

@@ -87,12 +87,12 @@ def test_an_epoch_is_complete_after_one_step(
     assert [step for step in range(41) if epochs.completes(every, step)] == sorted(wanted - {0})
 
 
-def test_samples_repeated_for_the_last_rank_count_as_the_loader_has_them() -> None:
+def test_samples_repeated_for_the_last_rank_count() -> None:
     assert steps_of("distributed", 1, [23], BatchShape(0, 2, 4)) == 2
     assert steps_of("distributed", 1, [23], BatchShape(0, 2, 4), drop_last=False) == 3
 
 
-def test_after_a_change_of_the_batch_shape_the_samples_that_are_left_count() -> None:
+def test_remaining_samples_count_after_a_change_of_shape() -> None:
     assert steps_of("elastic", 2, [48], BatchShape(0, 1, 4), BatchShape(10, 2, 4)) == 10 + (96 - 40) // 8
     assert steps_of("elastic", 1, [48], BatchShape(0, 1, 4), BatchShape(20, 2, 4)) == 20  # all were consumed
 
@@ -133,7 +133,7 @@ def test_a_mark_of_epochs_answers_for_epochs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_resumed_and_extended_it_ends_after_the_last_epoch(tmp_path: Path) -> None:
+def test_extended_run_ends_after_its_last_epoch(tmp_path: Path) -> None:
     """Evaluated before the first step and twice in an epoch, saved once."""
     held_out = [*(each for each in ONE if not each.startswith("checkpoint.")), "checkpoint.every_steps=null"]
     held_out += ["+data.eval_sources.held={_target_:custom.Rows,length:8}", "checkpoint.keep_last=9"]

@@ -160,7 +160,7 @@ def requested(run: Path, *overrides: str, step: str = "all") -> Request:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_evaluated_once_and_other_settings_are_others(run: Path, capsys: Any) -> None:
+def test_checkpoint_is_evaluated_once_per_settings(run: Path, capsys: Any) -> None:
     for words, now, before in (
         (["--step", "4"], 1, 0),
         (["--step", "all", "run.threads=1", "train.device=cpu", "eval.batches=2"], 2, 1),  # as it is
@@ -269,7 +269,7 @@ def test_a_request_that_is_gone_or_malformed_ends_its_job(run: Path, capsys: Any
     assert not added(run)
 
 
-def test_a_corrupt_checkpoint_is_left_out_of_all_and_an_error_by_itself(run: Path, capsys: Any) -> None:
+def test_corrupt_checkpoint_is_left_out_of_all(run: Path, capsys: Any) -> None:
     file = run / "checkpoints" / "step_00000004" / "rank_00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     assert here.command("evaluate", run, "--step", "4") == 1
@@ -319,9 +319,7 @@ def test_an_error_of_the_disk_leaves_no_checkpoint_out(
     assert without_step(added(run)) == without_step(own(run))
 
 
-def test_a_job_to_which_the_disk_refuses_a_checkpoint_is_started_again(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_job_refused_a_checkpoint_by_the_disk_is_started_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As often as one that cannot start: it counts as begun only if it has evaluated something, or found all done."""
     directory, reasons = requested(run).directory(RunDir(run)), list[str | None]()
 
@@ -340,7 +338,7 @@ def test_a_job_to_which_the_disk_refuses_a_checkpoint_is_started_again(
     assert set(added(run)) == {2, 6}
 
 
-def test_one_whose_manifest_is_damaged_is_not_left_out_in_silence(run: Path, capsys: Any) -> None:
+def test_checkpoint_with_a_damaged_manifest_is_named(run: Path, capsys: Any) -> None:
     (run / "checkpoints" / "step_00000006" / "manifest.json").write_text("{")
     assert here.command("evaluate", run, "--step", "all") == 1
     assert "warning: step 6 is left out: " in capsys.readouterr().err
@@ -349,9 +347,7 @@ def test_one_whose_manifest_is_damaged_is_not_left_out_in_silence(run: Path, cap
     assert "step_00000006 is corrupt (manifest.json is not JSON" in capsys.readouterr().err
 
 
-def test_on_a_full_disk_one_line_says_so_and_the_same_command_continues(
-    run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_one_line_and_a_rerun_continues(run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     real, room = files.write_atomic, [1]
 
     def write(path: Path, *arguments: Any, **more: Any) -> None:
@@ -372,7 +368,7 @@ def test_on_a_full_disk_one_line_says_so_and_the_same_command_continues(
     assert without_step(added(run)) == without_step(own(run))
 
 
-def test_what_another_command_has_evaluated_meanwhile_is_not_counted_as_its_own(
+def test_results_of_another_command_are_not_counted_as_own(
     run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = Work._evaluate
@@ -387,7 +383,7 @@ def test_what_another_command_has_evaluated_meanwhile_is_not_counted_as_its_own(
     assert "2 evaluated now, 0 before, 1 by another command; results in" in capsys.readouterr().out
 
 
-def test_a_checkpoint_that_retention_deletes_meanwhile_is_left_out(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_deleted_meanwhile_is_left_out(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Work._evaluate
 
     def evaluate(work: Work, step: int) -> bool:

@@ -32,7 +32,7 @@ OWN = ["data=own", "+data.sources.a._target_=custom_tasks.Points"]
 
 
 @given(samples=st.integers(1, 60), batch_size=st.integers(1, 9), limit=st.integers(1, 9), ranks=st.integers(1, 7))
-def test_each_sample_counts_once_and_ranks_take_equally_many_turns(
+def test_each_sample_counts_once_and_ranks_take_equal_turns(
     samples: int, batch_size: int, limit: int, ranks: int
 ) -> None:
     held_out = HeldOut(samples, batch_size, limit)
@@ -122,7 +122,7 @@ def test_every_result_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -
 
 
 @pytest.mark.promise("a metric that no evaluation gives is found before training, which is as without that look")
-def test_the_names_of_results_are_checked_with_a_batch_of_each_source() -> None:
+def test_result_names_are_checked_with_a_batch_per_source() -> None:
     config = configured({"a": 10, "b": 3}, 7, "eval.batch_size=2", *METRICS)
     made = evaluation(config, World())
     before = torch.get_rng_state(), results(config)
@@ -202,7 +202,7 @@ def test_each_set_has_its_own_cadence_sources_and_size() -> None:
     assert due == {3: own, 4: every, 6: own, 8: every, 9: own, 12: [*own, *every]}
 
 
-def test_an_evaluation_leaves_generators_and_modes_alone_and_stops_when_asked() -> None:
+def test_evaluation_leaves_generators_and_modes_alone() -> None:
     made = evaluation(configured({"a": 8}, 0, *METRICS), World())
     made.forward.model.train()
     torch.manual_seed(3)

@@ -67,7 +67,7 @@ def test_another_way_to_split_a_step_is_said(shape: BatchShape, before: BatchSha
     assert all(words in reason for words, reason in zip(said, found, strict=True))
 
 
-def test_deterministic_training_on_a_gpu_has_the_workspaces_that_torch_demands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_gpu_training_has_its_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without them its first matrix product raises; a choice of the user's is left."""
     monkeypatch.setattr(processes, "environment", environment := dict[str, str]())
     config = Config()
@@ -99,7 +99,7 @@ def mkl_cpu() -> ctypes.c_int32:
 
 
 @pytest.mark.parametrize("tries", [50, pytest.param(500, marks=pytest.mark.slow)])
-def test_vector_kernels_are_chosen_before_a_second_thread_computes(tries: int) -> None:
+def test_vector_kernels_are_chosen_before_a_second_thread(tries: int) -> None:
     """Otherwise one of some thirty processes begins with roots right to 12 bits in a part of the tensor."""
     cpu = mkl_cpu()
     threads = torch.get_num_threads()

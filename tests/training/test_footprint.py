@@ -44,7 +44,7 @@ def with_optimizer(model: nn.Module, kind: Any, **options: Any) -> Optimizers:
     return Optimizers(model, {"optimizer": made}, {})
 
 
-def test_tied_weights_count_once_and_frozen_ones_have_neither_gradients_nor_state() -> None:
+def test_tied_weights_count_once_and_frozen_ones_have_no_state() -> None:
     model = Tied()
     found = measured(model, with_optimizer(model, torch.optim.Adam), averaged=True)
     assert found.parts == (Part("(itself)", 3, 3, 12), Part("embedding", 40, 40, 160), Part("body", 16, 0, 64))
@@ -95,7 +95,7 @@ def test_an_optimizer_of_the_users_own_is_not_tried_out() -> None:
     assert measured(model, fresh, averaged=False, to_try=True).optimizers == 4 * 43
 
 
-def test_an_optimizer_that_needs_real_numbers_is_not_known_before_its_first_step() -> None:
+def test_optimizer_needing_numbers_is_unknown_before_a_step() -> None:
     optimizers = with_optimizer(Tied(), torch.optim.Adafactor)
     assert measured(Tied(), optimizers, averaged=False, to_try=True).optimizers is None
 

@@ -195,7 +195,7 @@ def test_another_optimizer_begins_without_a_state(
     assert_same(tmp_path / "o/branch", tmp_path / "o/killed")
 
 
-def test_another_optimizer_begins_again_where_all_that_it_saved_is_corrupt(trunk: Path, tmp_path: Path) -> None:
+def test_other_optimizer_begins_again_if_its_state_is_corrupt(trunk: Path, tmp_path: Path) -> None:
     fork = ["fork", "o/trunk", "--step", "4", "optimizer=sgd", "optimizer.lr=0.01"]
     run(tmp_path, *fork, "run.dir=o/whole")
     run(tmp_path, *fork, "run.dir=o/branch")

@@ -121,14 +121,14 @@ def assert_equal(found: list[Sums], wanted: list[Sums]) -> None:
 
 
 @given_in_tiers(leaves=st.integers(1, 7), group=st.sampled_from([1, 40, 10**6]), early=st.booleans(), few=12, many=100)
-def test_gradients_that_are_added_as_they_come_have_the_same_sums(leaves: int, group: int, early: bool) -> None:
+def test_gradients_added_as_they_come_have_the_same_sums(leaves: int, group: int, early: bool) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(gradient_sum, "GROUP", group)
         assert_equal(summed(World(), leaves, early), expected(leaves))
 
 
 @pytest.mark.parametrize("group", [1, 10**6])
-def test_a_gradient_that_comes_in_parts_is_added_when_it_is_whole(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_in_parts_is_added_when_complete(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that goes backward by itself gives its parameters a gradient every time it is called."""
     monkeypatch.setattr(gradient_sum, "GROUP", group)
     assert_equal(summed(World(), 5, True, lambda step: True), expected(5, shared=True))

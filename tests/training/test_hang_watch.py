@@ -296,7 +296,7 @@ def test_a_hang_is_described_where_no_file_can_be_opened(monkeypatch: pytest.Mon
         assert f"Rank 0, process {os.getpid()} on " in watch._examine().stacks[0]
 
 
-def test_the_stacks_have_every_thread_and_those_of_child_processes() -> None:
+def test_stacks_have_every_thread_and_child_process() -> None:
     done = threading.Event()
 
     def waits_for_ever() -> None:

@@ -62,7 +62,7 @@ def test_killed_and_preempted_a_run_ends_bit_for_bit_the_same(reference: Referen
 
 
 @pytest.mark.promise("a process superseded in its sleep wakes up and changes not one byte")
-def test_a_process_stopped_while_its_successor_finishes_changes_nothing_when_it_wakes(tmp_path: Path) -> None:
+def test_stopped_process_changes_nothing_when_it_wakes(tmp_path: Path) -> None:
     """SIGSTOP, a rerun that takes over and finishes, SIGCONT: exit status 74.
 
     The older one has resumed: it writes to the very file that the attempt before has closed, and its successor must

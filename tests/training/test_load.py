@@ -146,7 +146,7 @@ def test_mistakes_are_one_line(run: Path, arguments: dict[str, Any], message: st
     assert "\n" not in str(error.value)
 
 
-def test_a_damaged_checkpoint_a_strange_config_and_a_class_that_is_gone(
+def test_damaged_checkpoint_strange_config_and_lost_class(
     run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
@@ -169,7 +169,7 @@ def test_a_damaged_checkpoint_a_strange_config_and_a_class_that_is_gone(
         runner.load(copy)
 
 
-def test_a_hugging_face_model_is_exported_as_its_library_reads_it(hugging_face: Path, tmp_path: Path) -> None:
+def test_hugging_face_model_is_exported_as_its_library_reads(hugging_face: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     loaded = runner.load(hugging_face)

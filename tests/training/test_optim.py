@@ -126,7 +126,7 @@ def test_only_matrices_decay() -> None:
     assert (matrices["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
 
 
-def test_frozen_parameters_are_left_out_and_none_to_train_is_an_error() -> None:
+def test_frozen_parameters_are_left_out() -> None:
     model = nn.Linear(3, 3)
     model.bias.requires_grad_(False)
     assert [len(group["params"]) for group in decay_groups(model, 0.1)] == [1]
@@ -177,7 +177,7 @@ def test_a_resumed_learning_rate_is_bit_identical(cut: int) -> None:
     assert rates(second, 50 - cut) == whole[cut:]
 
 
-def test_a_longer_schedule_takes_effect_at_the_first_resumed_step() -> None:
+def test_longer_schedule_acts_at_the_first_resumed_step() -> None:
     short, longer = scheduler(total=50), scheduler(total=100)
     rates(short, 50)
     longer.load_state_dict(short.state_dict())

@@ -90,7 +90,7 @@ def test_a_single_optimizer_is_as_exact_as_torchs_own_loop() -> None:
         assert optimizers.lr() == plain.lr()
 
 
-def test_gradients_that_are_not_finite_or_not_allowed_are_dropped() -> None:
+def test_gradients_not_finite_or_not_allowed_are_dropped() -> None:
     model, optimizers = built(config())
     before = [parameter.detach().clone() for parameter in model.parameters()]
     for value, allowed in ((math.nan, True), (1.0, False)):
@@ -222,7 +222,7 @@ def test_a_class_of_torch_is_stepped_once_a_step() -> None:
     assert rates(scheduled(STEP_LR, step_size=2, gamma=0.5)) == [0.1, 0.1, 0.05, 0.05, 0.025, 0.025]
 
 
-def test_the_options_of_the_shipped_schedules_are_passed_where_they_fit() -> None:
+def test_options_of_shipped_schedules_are_passed() -> None:
     made = scheduled(f"{__name__}.Halves", every=3)
     assert made.scheduler.node(["every", "warmup_steps"]) == {"every": 3, "_target_": f"{__name__}.Halves"}
     made.scheduler.warmup_steps = 3

@@ -41,7 +41,7 @@ def inspected(run: Run, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env)
 
 
-def test_a_killed_run_ends_like_one_that_was_not_with_other_workers(tmp_path: Path) -> None:
+def test_killed_run_ends_the_same_with_other_workers(tmp_path: Path) -> None:
     whole = Run(tmp_path / "whole", OWN, ranks=2)
     whole.finish()
     run = Run(tmp_path / "run", [*OWN, "data.num_workers=1"], ranks=2)

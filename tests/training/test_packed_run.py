@@ -28,9 +28,7 @@ def run_on_documents(root: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_run_counts_the_tokens_and_documents_of_its_rows_also_when_it_is_resumed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_counts_tokens_and_documents_after_a_resume_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = run_on_documents(tmp_path)
     whole = here.trained(tmp_path / "whole", *words)
     parted = here.trained(tmp_path / "parted", *words, "train.steps=3")

@@ -101,7 +101,7 @@ def test_a_group_without_effect_is_one_line(groups: list[dict[str, Any]], messag
     assert "\n" not in str(caught.value)
 
 
-def test_a_group_of_parameters_that_the_model_has_frozen_is_one_line() -> None:
+def test_group_of_frozen_parameters_is_one_line() -> None:
     model = nn.Linear(2, 2)
     model.weight.requires_grad_(False)
     groups = Group.all_of("optimizer", {"groups": [{"match": "weight", "lr": 1}]})
@@ -134,7 +134,7 @@ def test_each_of_several_optimizers_has_its_own_parameters() -> None:
         ({"a": {**SGD, "match": ["*", "x.*"]}}, r"^optimizers.a.match=x.\* matches no parameter; the nearest names"),
     ],
 )
-def test_a_parameter_without_an_optimizer_or_with_two_is_one_line(several: dict[str, Any], message: str) -> None:
+def test_parameter_with_no_or_two_optimizers_is_one_line(several: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         build.model(config(None, **several))
     assert "\n" not in str(caught.value)

@@ -253,7 +253,7 @@ def test_no_rank_is_accused_that_beats_or_left_or_has_not_joined(  # or builds i
     assert (watching.absent() is None) == (expected is None)
 
 
-def test_time_in_which_the_watcher_itself_was_stopped_does_not_count(watch: Any) -> None:
+def test_time_of_a_stopped_watcher_does_not_count(watch: Any) -> None:
     store = Leaping(**{"alive/0": sign(), "alive/2": sign()})
     beating(store, 0, 2, every=2)
     watching, found, done = watch(store, 1)

@@ -106,9 +106,7 @@ def outcomes(kind: str, directory: Path) -> list[dict[str, Any] | None]:
     ("kind", "error", "reason"),
     [("forward", "ValueError", "failed in forward"), ("backward", "RuntimeError", "failed in backward")],
 )
-def test_a_rank_that_fails_is_named_to_the_others_with_its_reason(
-    kind: str, error: str, reason: str, tmp_path: Path
-) -> None:
+def test_failed_rank_is_named_to_the_others_with_its_reason(kind: str, error: str, reason: str, tmp_path: Path) -> None:
     report = f"rank 1 failed: {error}: {reason}"
     assert outcomes(kind, tmp_path) == [{"error": "PeerError", "report": report}, {"error": error, "report": None}]
 
@@ -121,7 +119,7 @@ def test_ranks_that_all_fail_in_the_same_step_fail_by_themselves(tmp_path: Path)
     assert outcomes("both", tmp_path) == [{"error": "RuntimeError", "report": None}] * 2
 
 
-def test_an_exception_that_cannot_be_unpickled_reaches_the_other_ranks(tmp_path: Path) -> None:
+def test_unpicklable_exception_reaches_the_other_ranks(tmp_path: Path) -> None:
     report = "rank 0 failed: UnpicklableError: 1"
     assert outcomes("unpicklable", tmp_path) == [
         {"error": "UnpicklableError", "report": None},

@@ -157,9 +157,7 @@ CARELESS = [*PAIR, "train.global_batch_size=12", "train.steps=2"]
 
 
 @pytest.mark.slow
-def test_what_a_task_logs_outside_of_its_micro_batches_does_not_depend_on_ranks_either(
-    shapes: Shapes, tmp_path: Path
-) -> None:
+def test_values_logged_outside_micro_batches_ignore_ranks(shapes: Shapes, tmp_path: Path) -> None:
     """Values of samples are those of all ranks, a number is the one that all of them log."""
     words = [*CARELESS, "+task._target_=custom_tasks.Careless", "+task.mistake=none", "eval.every_steps=0"]
     for ranks in (1, 2, 3):
@@ -214,7 +212,7 @@ MISTAKES: dict[str, tuple[Any, Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_step_that_would_depend_on_the_ranks_is_refused_on_one_rank(mistake: str) -> None:
+def test_rank_dependent_step_is_refused_on_one_rank(mistake: str) -> None:
     """In the first step, in one line, with the way out."""
     task, model, said = MISTAKES[mistake]
     points = iter(torch.split(custom_tasks.Points().points, 4))
@@ -233,7 +231,7 @@ def test_running_statistics_are_refused_before_the_first_step() -> None:
     step_of(Tokens(), frozen)
 
 
-def test_more_ranks_than_micro_batches_are_refused_where_each_needs_one() -> None:
+def test_more_ranks_than_micro_batches_are_refused() -> None:
     with pytest.raises(UserError, match=r"which needs a micro-batch on each rank, and a step has 3 for 4 ranks"):
         step_of(custom_tasks.Careless("none"), custom_tasks.Pair(), World(0, 4))
 
@@ -296,7 +294,7 @@ def test_a_sum_over_several_passes_does_not_depend_on_ranks(ranks: int, shapes: 
 
 
 @pytest.mark.slow
-def test_an_overflow_of_one_optimizer_does_not_change_the_gradients_of_another(shapes: Shapes, tmp_path: Path) -> None:
+def test_overflow_of_one_optimizer_spares_the_other(shapes: Shapes, tmp_path: Path) -> None:
     """They wait with the scale that they were computed with; so they do without rank-invariant training."""
     words = [*PAIR, "train.global_batch_size=16", "train.steps=4", "eval.every_steps=0", "train.precision=float16"]
     words += ["+task._target_=custom_tasks.Steep", "train.on_nonfinite=skip", "train.clip_norm=null"]

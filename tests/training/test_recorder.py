@@ -34,7 +34,7 @@ def record(recorder: RunRecorder, *numbers: int) -> None:
         recorder.step({"step": number, "loss": 1.0}, 0.1, 1)
 
 
-def test_records_that_had_to_wait_are_durable_before_a_checkpoint_is_committed(
+def test_delayed_records_are_durable_before_a_checkpoint(
     recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Written in the order of their steps, then synced: the checkpoint's step may be the one that had to wait."""
@@ -86,7 +86,7 @@ def test_an_evaluation_shows_its_numbers(recorder: RunRecorder) -> None:
 
 
 @pytest.mark.parametrize("lasts", [False, True])
-def test_records_that_still_wait_at_the_end_are_written_or_keep_the_run_unfinished(
+def test_records_waiting_at_the_end_keep_the_run_unfinished(
     recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch, lasts: bool
 ) -> None:
     monkeypatch.setattr(clock, "sleep", lambda seconds: None)
@@ -101,9 +101,7 @@ def test_records_that_still_wait_at_the_end_are_written_or_keep_the_run_unfinish
     assert (recorder.log.lost_records is not None) == lasts
 
 
-def test_a_run_whose_metrics_the_disk_refuses_to_sync_at_the_end_is_not_finished(
-    recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_with_unsynced_metrics_is_not_finished(recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last line may be that of an evaluation, after which nothing is saved: a power loss would take it."""
     record(recorder, 1)
     assert recorder.before_save()

@@ -40,9 +40,7 @@ def test_the_shorter_run_is_the_beginning_of_the_longer_one(tmp_path: Path, sche
 
 
 @pytest.mark.slow
-def test_the_last_evaluation_is_recorded_beside_those_of_evaluate(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_last_evaluation_is_recorded_with_those_of_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = here.trained(tmp_path / "run", "train.steps=5")  # evaluations at 2 and 4
     metrics = (run / "metrics.jsonl").read_text()
     assert [line["step"] for line in map(json.loads, metrics.splitlines()) if "eval_loss" in line] == [2, 4]
@@ -80,9 +78,7 @@ def test_sizes_decide_the_shares_once_the_data_are_open(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_callback_that_changes_weights_without_saying_so_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_callback_that_changes_weights_silently_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here.trained(tmp_path / "run", "+callbacks.clip._target_=recorders.Clip")
     assert (
         "callbacks.clip.on_step_end changed weights at step 1: set changes_training = True" in capsys.readouterr().err

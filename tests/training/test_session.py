@@ -49,7 +49,7 @@ def test_a_resumed_run_continues_its_schedule_and_its_optimizer(tmp_path: Path) 
     assert len({record["lr"] for record in steps(run)}) > 3
 
 
-def test_a_run_that_is_resumed_in_a_later_phase_draws_with_its_weights(tmp_path: Path) -> None:
+def test_run_resumed_in_a_later_phase_draws_with_its_weights(tmp_path: Path) -> None:
     """A seeded sampler is told the weights of the last step before its state is restored."""
     mixture = ["data=mixture", "sampler=mixture", "eval.every_steps=0", "scheduler.total_steps=3", "train.steps=3"]
     phases = ["+phases.first={start_step: 0}", "+phases.then={start_step: 1, weights: {code: 3}}"]
@@ -92,9 +92,7 @@ def opening_of(path: Path, *words: str, **fork: Any) -> _Opening:
     return _Opening(RunDir(path), config, World(), None, None, None)
 
 
-def test_what_held_out_data_and_metrics_draw_when_they_are_made_is_the_same_in_each_attempt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draws_of_held_out_data_agree_across_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the generators are that the checkpoint restores; and these do not move."""
     drawn: list[float] = []
 
@@ -115,16 +113,14 @@ def test_what_held_out_data_and_metrics_draw_when_they_are_made_is_the_same_in_e
 
 
 @pytest.mark.parametrize(("step", "recorded"), [(0, True), (3, True), (4, False)])
-def test_the_steps_of_a_profile_that_are_still_to_be_made_are_recorded(
-    step: int, recorded: bool, tmp_path: Path
-) -> None:
+def test_remaining_steps_of_a_profile_are_recorded(step: int, recorded: bool, tmp_path: Path) -> None:
     config = compose(["train.profile='3:4'"]).config
     profiler = Profiler.open(config, RunDir(tmp_path), World(), None, step, torch.device("cpu"))
     assert ((profiler._first, profiler._last) == (3, 4)) == recorded
 
 
 @pytest.mark.parametrize("keep_best", [0, 1])
-def test_evaluations_need_the_number_of_the_best_only_if_any_are_kept(tmp_path: Path, keep_best: int) -> None:
+def test_evaluations_need_a_best_number_only_if_kept(tmp_path: Path, keep_best: int) -> None:
     opening = opening_of(tmp_path, "checkpoint.best.metric=eval_mae", f"checkpoint.keep_best={keep_best}")
     made = opening.session().trainer.evaluation
     assert made is not None
@@ -132,7 +128,7 @@ def test_evaluations_need_the_number_of_the_best_only_if_any_are_kept(tmp_path: 
         assert made.judge(2, {"eval_loss": 1.0}) is None
 
 
-def test_a_task_with_steps_of_its_own_is_not_trained_in_parts_of_a_model(tmp_path: Path) -> None:
+def test_task_with_own_steps_is_not_trained_in_parts(tmp_path: Path) -> None:
     words = ["task=own", "task._target_=custom_tasks.Twice", "strategy=fsdp", "eval.every_steps=0"]
     with pytest.raises(UserError, match=r"Twice.* has take_step, .*: use strategy=ddp"):
         opening_of(tmp_path, *words)._restored()
@@ -148,7 +144,7 @@ def test_a_branch_states_what_it_began_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_what_a_branch_cannot_change_is_refused_with_its_own_remedy(
+def test_unchangeable_settings_of_a_branch_name_their_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: bool
 ) -> None:
     """At its beginning, where a remedy for the trunk's checkpoints would be of no use."""
@@ -160,7 +156,7 @@ def test_what_a_branch_cannot_change_is_refused_with_its_own_remedy(
     assert isinstance(raised.value, MismatchError) != begins
 
 
-def test_data_that_are_no_batch_are_refused_before_anything_is_trained() -> None:
+def test_data_that_are_no_batch_are_refused_before_training() -> None:
     config = compose(["train.batch_size=9"]).config
     data, state = {"few": range(8)}, RunState({}, False, 1, (), {})
     with pytest.raises(UserError, match=r"train\.batch_size=9 is more than the 8 samples"):

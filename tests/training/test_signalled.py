@@ -134,7 +134,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_compilation_does_not_wait_for_workers_that_a_signal_has_ended() -> None:
+def test_compilation_does_not_wait_for_ended_workers() -> None:
     """They are not ended: Inductor does not notice the end of the process that starts them."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_COMPILE_THREADS": "2"}
     done = subprocess.run(
@@ -154,7 +154,7 @@ def compilers(parent: int) -> list[str]:
 
 
 @pytest.mark.promise("a signal reaches the compilers of torch.compile: no crash is recorded, and a rerun trains")
-def test_a_signal_to_the_whole_group_while_it_compiles_is_no_crash(tmp_path: Path) -> None:
+def test_signal_to_the_group_while_compiling_is_no_crash(tmp_path: Path) -> None:
     """As Slurm sends it. No file that an ended compiler has left makes the rerun fail."""
     run = Run(tmp_path / "run", [*TINY, "train.compile=true", "train.steps=2", "eval.every_steps=0"])
     env = {**run.environment(), "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}

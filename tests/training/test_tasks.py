@@ -65,7 +65,7 @@ def outputs(**values: Any) -> Callable[[nn.Module, Any], Any]:
     return lambda model, batch: {"loss": model(batch).square().mean(1), **values}
 
 
-def test_every_value_is_the_mean_over_the_step_and_of_each_source() -> None:
+def test_every_value_is_the_mean_over_step_and_source() -> None:
     torch.manual_seed(0)
     batches = [torch.randn(4, 3), torch.randn(4, 3)]
     sources = [np.array([0, 1, 1, 0]), np.array([1, 1, 1, 1])]
@@ -176,7 +176,7 @@ def test_weights_that_have_no_meaning_are_refused(compute: Any, words: str) -> N
         stepped(task, [torch.ones(4, 3), torch.ones(4, 3)])
 
 
-def test_a_value_must_not_be_called_like_the_loss_of_an_optimizer() -> None:
+def test_value_must_not_share_a_name_with_an_optimizers_loss() -> None:
     """Its weights would count as those of that optimizer's losses."""
     model = nn.Linear(3, 2)
     with pytest.raises(UserError, match=f"value named 'loss_{SINGLE}'"):
@@ -367,7 +367,7 @@ def test_a_task_is_told_whether_its_update_was_applied(factor: float, applied: b
     assert told == [applied]
 
 
-def test_what_a_loss_was_computed_from_is_freed_unless_that_is_asked_for() -> None:
+def test_inputs_of_a_loss_are_freed_unless_kept() -> None:
     """As in torch, which then refuses to go back through it a second time."""
 
     def take_step(step: Any) -> None:
@@ -468,7 +468,7 @@ def test_the_tasks_give_metrics_what_they_need() -> None:
     assert torch.equal(found["loss"], NextToken().training_step(model, {"input_ids": tokens, "labels": tokens})["loss"])
 
 
-def test_the_loss_of_next_token_is_the_mean_over_the_labels_that_are_not_masked() -> None:
+def test_next_token_loss_is_the_mean_over_unmasked_labels() -> None:
     torch.manual_seed(0)
     tokens = torch.randint(7, (6, 5))
     labels = torch.where(torch.rand(6, 5) < 0.5, -100, tokens)

@@ -72,7 +72,7 @@ def test_a_run_under_nohup_trains_on_without_its_terminal(tmp_path: Path, window
 
 
 @pytest.mark.slow
-def test_a_reader_of_the_output_that_ends_with_the_terminal_changes_no_exit_status(tmp_path: Path) -> None:
+def test_reader_that_ends_with_the_terminal_changes_no_status(tmp_path: Path) -> None:
     """As with `2>&1 | tee log`."""
     run = Run(tmp_path / "run", LONG, {"STEP_SLEEP_S": "0.01"})
     env = {**run.environment(), **run.env, "PYTHONPATH": f"{ROOT / 'tests' / 'support'}:{ROOT}"}

@@ -143,7 +143,7 @@ def test_an_update_waits_for_the_copies_of_a_save() -> None:
     assert manager.checked == 3
 
 
-def test_a_users_loader_is_read_to_its_end_before_it_is_iterated_again() -> None:
+def test_user_loader_is_read_to_its_end_before_the_next_pass() -> None:
     made, seen = trainer([BATCH]), list[float]()
     made.evaluation = None
     made.consumption.loader[:] = [(torch.full((2, 3), float(number)), torch.ones(2, 1)) for number in range(3)]
@@ -179,7 +179,7 @@ class Meddling(Callbacks):
 
 
 @pytest.mark.parametrize("who", ["task", "callback"])
-def test_a_step_or_a_callback_of_the_user_may_change_weights_at_any_time(who: str) -> None:
+def test_user_step_or_callback_may_change_weights(who: str) -> None:
     """So nothing is left to be copied then."""
     manager = Copying()
     taken = trainer([BATCH], manager=manager)
@@ -197,7 +197,7 @@ def test_a_step_or_a_callback_of_the_user_may_change_weights_at_any_time(who: st
     assert manager.lent == [False] * 3
 
 
-def test_a_signal_in_the_last_evaluation_leaves_the_run_unfinished() -> None:
+def test_signal_in_the_last_evaluation_leaves_the_run_open() -> None:
     """All steps are made and saved, but the evaluation is missing: the next attempt makes it."""
     manager = Manager()
     interrupted = trainer(Stopping([BATCH] * 4), manager=manager)

@@ -29,7 +29,7 @@ def nan(call: int) -> list[str]:
     return [*SHORT, "train.loss._target_=custom.nan_at", f"+train.loss.call={call}"]
 
 
-def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
+def test_non_finite_loss_stops_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", nan(13))
     run.start()
     status, output = run.wait()
@@ -110,7 +110,7 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
     assert f"step_{best:08d}" in [path.name for path in run.checkpoints()]
 
 
-def test_a_resume_keeps_the_number_of_threads_of_the_first_attempt(tmp_path: Path) -> None:
+def test_resume_keeps_the_first_attempts_thread_count(tmp_path: Path) -> None:
     """Another number of threads would add in another order."""
     overrides = [entry for entry in SHORT if not entry.startswith("run.threads")] + ["scheduler.total_steps=20"]
     first = Run(tmp_path / "run", [*overrides, "train.steps=10"], {"OMP_NUM_THREADS": "2"})
@@ -145,7 +145,7 @@ def test_a_source_removed_and_one_added_during_a_run(tmp_path: Path) -> None:
     assert total + (before["encodings"]["samples"] if "encodings" not in after else 0) == 20 * 4
 
 
-def test_code_changed_since_the_submission_is_reported_and_recorded(tmp_path: Path) -> None:
+def test_code_changed_since_the_submission_is_reported(tmp_path: Path) -> None:
     """An attempt compares the code with that of the submission."""
     run = Run(tmp_path / "run", [*SHORT, "train.steps=5", "eval.every_steps=5"])
     run.finish()
@@ -163,7 +163,7 @@ def test_code_changed_since_the_submission_is_reported_and_recorded(tmp_path: Pa
     assert "code_changed" not in run.attempts()[0]
 
 
-def test_an_edited_file_is_named_by_the_next_command_and_by_a_job_that_starts_again(tmp_path: Path) -> None:
+def test_edited_file_is_named_by_the_next_command_and_job(tmp_path: Path) -> None:
     """Without git: what the config names by `_target_`, and what that imports, is compared by its content."""
     helper, run = tmp_path / "helper.py", Run(tmp_path / "run", [])
     helper.write_text("SLOPE = 0.0\n")
@@ -210,7 +210,7 @@ def test_an_adaptive_cadence_reports_its_choice(tmp_path: Path) -> None:
     assert any("save" in json.loads(line) for line in (run.path / "timings.jsonl").read_text().splitlines())
 
 
-def test_a_save_in_flight_is_completed_and_counted_when_the_training_fails(tmp_path: Path) -> None:
+def test_save_in_flight_is_completed_when_training_fails(tmp_path: Path) -> None:
     """Otherwise each attempt would be recorded without its checkpoint, and three of them counted as a crash loop."""
     fault = tmp_path / "fault"
     fault.write_text("fail")
@@ -225,7 +225,7 @@ def test_a_save_in_flight_is_completed_and_counted_when_the_training_fails(tmp_p
     assert [path.name for path in run.checkpoints()] == ["step_00000005"]
 
 
-def test_a_run_that_has_more_steps_than_asked_for_finishes_with_those_it_has(tmp_path: Path) -> None:
+def test_run_with_more_steps_than_asked_finishes_with_them(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", [*TINY, "train.steps=6", "eval.every_steps=0"])
     run.finish()
     (run.path / "finished.json").unlink()

@@ -82,7 +82,7 @@ def test_only_weights_are_taken(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_of_a_run_with_an_average_the_average_is_taken_and_averaged_from(source: Path, tmp_path: Path) -> None:
+def test_average_of_a_run_is_loaded_and_averaged_from(source: Path, tmp_path: Path) -> None:
     first = here.trained(tmp_path / "first", f"init_from={source}", "train.ema_decay=0.9")
     path = RunDir(first).checkpoint(6)
     average = dict(tensors(Folder(path), manifest.read(Folder(path)), "ema."))
@@ -109,7 +109,7 @@ def test_a_file_a_part_and_a_frozen_part(source: Path, tmp_path: Path, capsys: S
 
 
 @pytest.mark.slow
-def test_a_hugging_face_model_with_tied_weights_from_its_own_folder(tmp_path: Path) -> None:
+def test_hugging_face_model_with_tied_weights_loads(tmp_path: Path) -> None:
     """Its library's files have a weight with two names once."""
     first = here.trained(tmp_path / "first", *HUGGING_FACE)
     assert here.command("checkpoints", first, "--export", tmp_path / "folder") == 0
@@ -318,7 +318,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path, mon
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_before_its_first_checkpoint_it_begins_with_the_same_weights(source: Path, tmp_path: Path) -> None:
+def test_run_killed_before_its_checkpoint_has_the_same_weights(source: Path, tmp_path: Path) -> None:
     """Although the source has gone on meanwhile, and another checkpoint of it is the best."""
     copy = Path(shutil.copytree(source, tmp_path / "source"))
     words = [*here.SHORT, f"init_from={copy}@best", PACED, "seed=5", "checkpoint.every_steps=100"]

@@ -63,7 +63,7 @@ def messages(*turns: tuple[str, str]) -> list[dict[str, str]]:
 @pytest.mark.parametrize("template", ["chatml", "llama"])
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 @pytest.mark.parametrize("turns", [TURNS, TURNS[1:], TURNS[:4], TURNS[2:3], [TURNS[0], *TURNS[2:]]])
-def test_the_turns_of_the_assistant_and_their_ends_are_trained_on(
+def test_turns_of_the_assistant_and_their_ends_are_trained(
     folder: Path, template: str, kind: str, turns: list[tuple[str, str]]
 ) -> None:
     given = module.CHATML if template == "chatml" else LLAMA
@@ -114,7 +114,7 @@ def test_a_tokenizer_that_would_truncate_and_pad_loses_nothing(folder: Path, mon
     assert [each.tokens.tolist() for each in found] == [[*made.encode(text).ids, 1] for text in texts]
 
 
-def test_of_several_templates_the_default_is_used_or_one_has_to_be_chosen(folder: Path, tmp_path: Path) -> None:
+def test_several_templates_need_a_default_or_a_choice(folder: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "tokenizer.json", tmp_path)
     config = {"chat_template": [{"name": "tool_use", "template": "x"}, {"name": "default", "template": LLAMA}]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))

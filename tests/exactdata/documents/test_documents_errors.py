@@ -74,7 +74,7 @@ def test_a_wrong_option_is_named_with_what_is_allowed(tmp_path: Path, options: d
     assert words in raised(lambda: opened(source(tmp_path), **{"text": "content", **options}))
 
 
-def test_files_that_are_missing_unknown_or_hold_nothing_are_named(tmp_path: Path) -> None:
+def test_missing_unknown_and_empty_files_are_named(tmp_path: Path) -> None:
     assert "check the path" in raised(lambda: opened(tmp_path / "none.jsonl"))
     (tmp_path / "a.csv").write_text("x")
     assert ".jsonl.zst, .jsonl.gz, .parquet" in raised(lambda: opened(tmp_path / "a.csv"))
@@ -120,7 +120,7 @@ def test_an_incomplete_preparation_goes_on_from_a_torn_spec(tmp_path: Path) -> N
     assert index.find("a.jsonl", 2) == 1
 
 
-def test_files_of_one_name_size_and_time_in_two_folders_are_two_sources(tmp_path: Path) -> None:
+def test_equal_files_in_two_folders_are_two_sources(tmp_path: Path) -> None:
     found = []
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

@@ -79,9 +79,7 @@ def dies_before(change: int, cache: Path) -> None:
 
 
 @pytest.mark.promise("a preparation of documents, killed at any call, is completed by the next start")
-def test_a_preparation_that_is_killed_before_any_change_is_completed_by_the_next_start(
-    source: Path, tmp_path: Path
-) -> None:
+def test_killed_preparation_is_completed_by_the_next_start(source: Path, tmp_path: Path) -> None:
     """Each in a forked process, killed with SIGKILL; claims, temporary folders and half-written files stay behind."""
     prepare(source, tmp_path / "whole")
     expected = tree(tmp_path / "whole")
@@ -101,7 +99,7 @@ def test_a_preparation_that_is_killed_before_any_change_is_completed_by_the_next
     assert change > 40
 
 
-def test_a_full_disk_is_an_error_with_the_remedy_and_a_start_with_space_completes(source: Path, tmp_path: Path) -> None:
+def test_full_disk_is_one_error_and_a_start_with_space_works(source: Path, tmp_path: Path) -> None:
     """Stands for a full disk: a limit on the size of files, of every size up to the largest file."""
     prepare(source, tmp_path / "whole")
     expected = tree(tmp_path / "whole")
@@ -187,7 +185,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_share_the_work_and_one_survives_the_kill_of_the_other(tmp_path: Path) -> None:
+def test_two_processes_share_work_and_one_survives_a_kill(tmp_path: Path) -> None:
     """Real processes, each with two workers: both complete; then one is killed in the middle, and its workers end."""
     source = tmp_path / "a.jsonl"
     with open(source, "w") as file:

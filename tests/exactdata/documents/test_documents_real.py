@@ -17,7 +17,7 @@ parquet = pytest.importorskip("pyarrow.parquet")
 
 
 @pytest.mark.slow
-def test_sources_of_python_are_the_same_tokens_in_every_format_with_little_padding(tmp_path: Path) -> None:
+def test_all_formats_give_the_same_tokens_with_little_padding(tmp_path: Path) -> None:
     from pydoc_data.topics import topics
 
     root = Path(sysconfig.get_path("stdlib"))

@@ -130,7 +130,7 @@ def expected_of(tokens: list[int], cut: int | None = None) -> dict[int, tuple[in
 
 
 @given_in_tiers(files, st.sampled_from(["best_fit", "none", "stream"]), st.integers(1, 20), few=25, many=200)
-def test_every_token_of_every_document_is_in_one_place_of_an_epoch(made: Any, packing: str, length: int) -> None:
+def test_every_token_is_in_one_place_of_an_epoch(made: Any, packing: str, length: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         paths, expected = corpus(folder, made)
@@ -221,7 +221,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Documents]:
     few=6,
     many=60,
 )
-def test_an_epoch_over_any_ranks_kills_and_edits_has_every_token_once(
+def test_epoch_over_kills_ranks_and_edits_has_each_token_once(
     sources: dict[str, Documents], parts: list[tuple[int, int, float]], seed: int
 ) -> None:
     """Each part of the run has its own number of ranks, stops after some steps, and is edited before it goes on."""

@@ -15,7 +15,7 @@ from runs import ROOT, TINY
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
-def test_jobs_that_are_stopped_killed_and_cancelled_end_bit_identical(cluster: Cluster, tmp_path: Path) -> None:
+def test_stopped_killed_and_cancelled_jobs_end_bit_identical(cluster: Cluster, tmp_path: Path) -> None:
     kinds = ["sigterm", "cancel", "sigkill", "twice"]
     done = subprocess.run(
         [

@@ -19,7 +19,7 @@ def results(run: Run) -> dict[int, float]:
     return {each["step"]: each["eval_loss"] for each in found}
 
 
-def test_an_evaluation_that_is_preempted_loses_nothing_and_is_submitted_once(cluster: Cluster, tmp_path: Path) -> None:
+def test_preempted_evaluation_loses_nothing(cluster: Cluster, tmp_path: Path) -> None:
     words = [*COMMON, "train.steps=60", "checkpoint.every_steps=20", "checkpoint.keep_last=10", "eval.every_steps=20"]
     job = Job(tmp_path / "run", [*words, "launcher.nodelist=n1"], cluster=cluster)
     job.submit()

@@ -56,7 +56,7 @@ def test_two_nodes_preempted_twice_no_step_is_lost(cluster: Cluster, tmp_path: P
     assert_same_run(job, reference(COMMON, ranks=2))
 
 
-def test_a_lost_node_is_replaced_and_the_superseded_attempt_writes_nothing_more(
+def test_lost_node_is_replaced_and_the_old_attempt_is_fenced(
     cluster: Cluster, tmp_path: Path, reference: Reference
 ) -> None:
     overrides = [*COMMON, "checkpoint.every_steps=10", "launcher.nodelist=null"]
@@ -81,7 +81,7 @@ def test_a_lost_node_is_replaced_and_the_superseded_attempt_writes_nothing_more(
     cluster.wait(lambda: set(cluster.run("sinfo", "-h", "-p", "low", "-o", "%T").split()) == {"idle"}, 60, "the node")
 
 
-def test_a_sweep_of_which_some_runs_are_preempted_and_whose_command_is_rerun(
+def test_preempted_sweep_whose_command_is_rerun_finishes(
     cluster: Cluster, tmp_path: Path, reference: Reference
 ) -> None:
     root = tmp_path / "outputs"
@@ -121,7 +121,7 @@ def test_a_sweep_of_which_some_runs_are_preempted_and_whose_command_is_rerun(
         assert_same_run(job, reference([*COMMON, f"seed={frozen.load(job.path).seed}"]))
 
 
-def test_a_failed_run_of_a_sweep_is_named_and_resubmitted_if_asked(cluster: Cluster, tmp_path: Path) -> None:
+def test_failed_run_of_a_sweep_is_resubmitted_if_asked(cluster: Cluster, tmp_path: Path) -> None:
     root, fault = tmp_path / "outputs", tmp_path / "fault"
     fault.write_text("fail")
     submit = [*SLURM, "-m", *COMMON, "train.steps=20", "eval.every_steps=0", "+train.loss.fail_at=0,5"]

@@ -50,7 +50,7 @@ def test_preempted_three_times_no_step_is_lost(job: Job, cluster: Cluster, refer
 
 
 @pytest.mark.slow
-def test_cancelled_to_make_room_while_python_starts_it_is_requeued(
+def test_job_preempted_while_python_starts_is_requeued(
     job: Job, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Reference
 ) -> None:
     """Python cannot handle a signal yet, and there is no grace time: the batch script requeues the job."""
@@ -87,9 +87,7 @@ def slow_scontrol(cluster: Cluster, directory: Path, condition: str, waits: str)
 
 
 @pytest.mark.slow
-def test_cancelled_to_make_room_between_its_look_and_its_request_it_is_requeued(
-    job: Job, cluster: Cluster, tmp_path: Path
-) -> None:
+def test_job_preempted_between_look_and_request_is_requeued(job: Job, cluster: Cluster, tmp_path: Path) -> None:
     """Slurm reports success, and does nothing, for a job that was to be requeued only if it still runs."""
     asked = tmp_path / "asked"
     condition = f'[ "$1 $2" = "requeue incomplete" ] && mkdir {asked}'
@@ -137,7 +135,7 @@ def test_near_its_time_limit_a_job_requeues_itself(cluster: Cluster, tmp_path: P
 
 
 @pytest.mark.slow
-def test_preempted_while_it_is_still_in_its_last_step_before_the_time_limit(job: Job, cluster: Cluster) -> None:
+def test_job_preempted_in_its_last_step_is_requeued(job: Job, cluster: Cluster) -> None:
     """The notice of the time limit came first and left minutes; the preemption leaves none, and the step is longer."""
     job.submit("launcher.partition=cancels", STEP_SLEEP_S="1000")
     cluster.wait(lambda: "starting at step 0" in job.log(), 180, f"the start of training: {job.log()}")
@@ -154,9 +152,7 @@ def test_preempted_while_it_is_still_in_its_last_step_before_the_time_limit(job:
 
 
 @pytest.mark.promise("a Slurm job that is cancelled is never requeued; the rerun command resumes")
-def test_scancel_stops_the_run_and_rerunning_the_command_resumes_it(
-    job: Job, cluster: Cluster, reference: Reference
-) -> None:
+def test_scancel_stops_the_run_and_a_rerun_resumes_it(job: Job, cluster: Cluster, reference: Reference) -> None:
     """Before it starts, and while it trains."""
     held = job.submit("+launcher.additional.hold=true")
     assert job.row()["state"] == "pending"
@@ -225,7 +221,7 @@ def test_a_crash_loop_stops(job: Job, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_that_hangs_is_requeued_and_finishes_once_the_cause_is_gone(cluster: Cluster, tmp_path: Path) -> None:
+def test_hanging_job_is_requeued_and_finishes_later(cluster: Cluster, tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     sources = "+data.sources={rows: {_target_: hanging.Blocked, length: 80}}"
@@ -266,7 +262,7 @@ def test_what_slurm_refuses_is_one_line_and_nothing_is_submitted(
 
 
 @pytest.mark.slow
-def test_a_task_that_is_killed_while_the_controller_is_away_is_requeued(
+def test_task_killed_while_the_controller_is_away_is_requeued(
     job: Job, cluster: Cluster, tmp_path: Path, reference: Reference
 ) -> None:
     """The batch script waits for the controller: if it ended, the job would fail for good."""

@@ -60,9 +60,7 @@ def test_jobs_that_start_without_the_environment_of_the_command(cluster: Cluster
         assert job.causes() == ["finished"]
 
 
-def test_a_finished_run_needs_neither_the_end_of_its_epilog_nor_the_controller(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_finished_run_needs_neither_epilog_nor_controller(cluster: Cluster, tmp_path: Path) -> None:
     job = Job(tmp_path / "run", SHORT, cluster=cluster)
     command = [*SLURM, *job.overrides, f"run.dir={job.path}"]
     cluster.slow_epilog.touch()
@@ -90,7 +88,7 @@ def test_a_finished_run_needs_neither_the_end_of_its_epilog_nor_the_controller(
         cluster.start_controller()
 
 
-def test_a_sweep_above_the_limit_of_the_cluster_is_several_arrays(cluster: Cluster, tmp_path: Path) -> None:
+def test_sweep_above_the_array_limit_is_several_arrays(cluster: Cluster, tmp_path: Path) -> None:
     sweep = [*SLURM, "-m", *SHORT, f"run.root={tmp_path}", "+launcher.additional.hold=true"]
     sweep.append("launcher.array_parallelism=2")
     done = runner(cluster, *sweep, "seed=1,2,3,4,5")  # MaxArraySize is 4

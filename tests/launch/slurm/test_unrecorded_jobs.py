@@ -55,9 +55,7 @@ def jobs_of(cluster: Cluster, root: Path, *states: str) -> list[str]:
     return sorted(row.split()[0] for row in rows if str(root) in row)
 
 
-def test_a_job_that_was_submitted_by_a_killed_command_is_replaced(
-    cluster: Cluster, tmp_path: Path, reference: Reference
-) -> None:
+def test_job_submitted_by_a_killed_command_is_replaced(cluster: Cluster, tmp_path: Path, reference: Reference) -> None:
     """It is under way, but the command had not given its files their names yet, so it could not train."""
     job = Job(tmp_path / "run", [*COMMON, "launcher.nodelist=n1"], cluster=cluster)
     killed_after("sbatch", cluster, tmp_path / "bin", *job.overrides, f"run.dir={job.path}")

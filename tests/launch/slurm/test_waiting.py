@@ -59,9 +59,7 @@ def test_waiting_for_nodes_and_being_held_back_are_told_apart(cluster: Cluster, 
     assert waited(jobs["begins"])[1] >= 6.0 - ROUNDING_S
 
 
-def test_every_restart_has_its_own_wait_and_its_time_begins_with_the_batch_script(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_every_restart_has_its_own_wait(cluster: Cluster, tmp_path: Path) -> None:
     """The two minutes after a requeue are held back, and no second of an earlier start is counted again."""
     job = Job(tmp_path / "run", [*COMMON, "launcher.nodelist=n1"], cluster=cluster)
     began = time.time()
