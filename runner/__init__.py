@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Modules log; who uses them decides where that is shown. Training shows and records warnings.
+# Modules only log. The program that imports them decides what is shown; training shows and records warnings.
 for _name in (__name__, "exactdata"):
     logging.getLogger(_name).addHandler(logging.NullHandler())
 
@@ -31,7 +31,32 @@ def __getattr__(name: str) -> Any:
 
 
 def load(run: Any, step: int | str | None = None, device: Any = "cpu", *, raw: bool = False) -> Loaded:
-    """The model of a run as a checkpoint has it: `.model`, `.config`, `.step`; see `runner.training.load.load`."""
+    """Load the model of a run with the weights of a checkpoint. Every byte of the checkpoint is verified first.
+
+    Only the class that the run's config.yaml names as `model._target_` is executed. Nothing is written to the run.
+
+    Example:
+        >>> import runner, torch
+        >>> loaded = runner.load("outputs/base", step="best", device="cpu")
+        >>> loaded
+        Loaded from outputs/base, step 20
+          GPT with 34,688 parameters
+          data: code; seed 0
+        >>> model, config, step = loaded
+        >>> tokens = torch.randint(config.data.vocab_size, (1, config.data.sequence_length))
+        >>> with torch.no_grad():
+        ...     logits = model(tokens)  # (batch, sequence, vocabulary)
+
+    Args:
+        run: a run directory, or a `Run`.
+        step: a step, `"best"`, or `"last"`, the default: the newest valid checkpoint.
+        device: the device to put the model on.
+        raw: load the trained weights instead of their average, if the run has one (`train.ema_decay`).
+
+    Raises:
+        UserError: there is no such run or checkpoint, or the model cannot be created.
+        CheckpointError: the checkpoint is corrupt, or does not fit the model.
+    """
     from runner.training.load import load as loaded  # not before it is used: torch takes seconds
 
     with unchained():

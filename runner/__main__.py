@@ -1,7 +1,7 @@
-"""`python -m runner [overrides]` trains; a first word without `=` names a command.
+"""Run a command: `python -m runner [overrides]` trains; a first word without `=` names a command.
 
-A command is a module (`runner.cli.base.commands`), whose `main(arguments)` returns the exit status. Each imports what
-it needs, so that none waits for torch or Hydra in vain.
+A command is a module (see `runner.cli.base.commands`) whose `main(arguments)` returns the exit status. Each module
+imports only what it needs, so that a quick command does not wait for torch or Hydra.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from runner.system.signals import STOP
 from runner.system.terminal import flush_output, outlive_terminal
 
 HELP = ("-h", "--help")
-# Flags that print something and start nothing: Ctrl-C may end them at once.
+# Flags that print and start nothing, so Ctrl-C may end them at once.
 PRINTS = ("--hydra-help", "--version", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion")
 # Flags that take the next word as their value.
 TAKES_VALUE = ("-c", "--cfg", "-i", "--info", "-p", "--package", "-cd", "--config-dir", "-cn", "--config-name")
 
 
 def main() -> int:
-    """Exit status of the command in `sys.argv`; see `runner.errors.ExitStatus`."""
+    """Run the command in `sys.argv` and return its exit status; see `runner.errors.ExitStatus`."""
     processes.end_with_parent()
     outlive_terminal()
     try:
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run what `arguments` describe; the exit status. Mistakes are printed here, for all commands."""
+    """Run the command that `arguments` describe and return its exit status. Print the user errors of all commands."""
     try:
         with words_of_config():
             return _dispatch(arguments)
@@ -56,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
         return print_errors(FileError(f"{error.filename or 'the file system'}: {error.strerror or error}"))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT  # as a shell reports it
-    except SystemExit as end:  # argparse has printed a command's help, or a class of the user's exits
+    except SystemExit as end:  # argparse has printed a command's help, or a user's class exits
         if end.code is None or isinstance(end.code, int):
             return end.code or int(ExitStatus.FINISHED)
         print(end.code, file=sys.stderr)
@@ -92,7 +92,7 @@ def _train(arguments: Sequence[str]) -> int:
         from runner.cli.base.show import show
 
         return show(arguments)
-    STOP.install()  # before the imports, which take longest: a signal meanwhile counts
+    STOP.install()  # before the slow imports, so that no signal during them is lost
     _find_own_classes()
     from runner.cli.start.start import start
 
@@ -100,16 +100,19 @@ def _train(arguments: Sequence[str]) -> int:
 
 
 def _find_own_classes() -> None:
-    """Look for the classes that a config names in the current directory too, as `python -m` does, not the script."""
+    """Add the current directory to `sys.path`, as `python -m` does and the `runner` script does not.
+
+    A config may name classes that are in it.
+    """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
 
 def _refuse_late_command(arguments: Sequence[str]) -> None:
-    """`runner --json status`: a command comes first.
+    """Refuse a command after its flags, such as `runner --json status`.
 
     Raises:
-        UserError: one comes later.
+        UserError: a command is not the first word.
     """
     for number, (before, word) in enumerate(pairwise(arguments), start=1):
         if word in COMMANDS and before not in TAKES_VALUE:

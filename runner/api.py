@@ -1,4 +1,4 @@
-"""The runner from Python: train a run from a script or a notebook, and read what is in a run directory."""
+"""Use the runner from Python: train a run from a script or a notebook, and read what is in a run directory."""
 
 from __future__ import annotations
 
@@ -36,20 +36,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """A run, read from its directory. Each property reads anew, so the values of a live run change.
+    """A run, read from its directory. Each property reads the files again, so the values of a live run change.
 
     Example:
-        >>> run = runner.Run("outputs/text-seed0-1a2b3c4d")
-        >>> run.state
-        'finished'
-        >>> run.metrics()["loss"].min()
+        >>> import runner
+        >>> run = runner.Run("outputs/base")
+        >>> run.state, run.step, run.checkpoints
+        ('finished', 20, [10, 20])
+        >>> min(run.metrics()["loss"])
+        4.863478302955627
+        >>> run.evaluations()
+           step  eval_loss
+        0    10   4.968523
+        1    20   4.842917
+        >>> run.config.sampler.temperature
+        1.0
         >>> model, config, step = run.load("best")
 
     Args:
         path: the run directory.
 
     Raises:
-        RunDirError: it is none.
+        RunDirError: the path is not a run directory.
     """
 
     path: Path
@@ -63,12 +71,11 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Return the name of the directory."""
         return self.path.name
 
     @property
     def state(self) -> str:
-        """Return what the run is doing: `finished`, `running`, `failed`, … as `runner status` shows it."""
+        """Return the state that `runner status` shows, such as `finished`, `running` or `failed`."""
         return self._look().word
 
     @property
@@ -78,11 +85,11 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Return the last step that was recorded."""
+        """Return the last recorded step."""
         return self._look().step
 
     def _look(self) -> State:
-        """Look at the records, the lease and the job.
+        """Read the records, the lease and the job.
 
         Raises:
             RunDirError: a record is malformed.
@@ -98,7 +105,7 @@ class Run:
 
     @property
     def notes(self) -> list[str]:
-        """Return its notes: `run.notes`, then those of `runner note`."""
+        """Return the run's notes: `run.notes`, then those added with `runner note`."""
         with reading(self._run):
             return labels(self._run)[1]
 
@@ -107,7 +114,7 @@ class Run:
         """Return the frozen config.
 
         Raises:
-            UserError: it cannot be read.
+            UserError: the config cannot be read.
         """
         from runner.config.frozen import load_plain, trained
 
@@ -115,18 +122,18 @@ class Run:
             return trained(load_plain(self.path))
 
     def metrics(self) -> Any:
-        """Return the records of all steps: a pandas DataFrame, or lists by column where pandas is not installed.
+        """Return the records of all steps: a pandas DataFrame, or lists by column if pandas is not installed.
 
-        Values of a source or an optimizer have columns such as `loss_by_source/prose`.
+        Values per source or per optimizer have columns such as `loss_by_source/prose`.
         """
         with reading(self._run):
             return _table(record for record in read_records(self._run.metrics) if "loss" in record)
 
     def evaluations(self) -> Any:
-        """Return the results of all evaluations, in the order of their steps, in the form of `metrics`.
+        """Return the results of all evaluations, ordered by step, in the form of `metrics`.
 
-        These are the ones made during training and those of `runner evaluate`. Of the latter, the column `settings`
-        names settings other than the run's own.
+        They include the evaluations made during training and the results of `runner evaluate`. For the latter, the
+        column `settings` lists the settings that differ from the run's.
         """
         with reading(self._run):
             during = [record for record in read_records(self._run.metrics) if "loss" not in record]
@@ -142,19 +149,19 @@ class Run:
             return _table(read_records(self._run.timings))
 
     def artifacts(self) -> list[Artifact]:
-        """List the images and texts that callbacks logged, by name and step; their `read()` returns the content."""
+        """List the images and texts that callbacks logged, by name and step; `read()` of each returns its content."""
         with reading(self._run):
             return artifacts(self._run)
 
     @property
     def code(self) -> dict[str, Any]:
-        """Return what identifies the code: commits, digests of uncommitted changes and of the user's own files."""
+        """Return what identifies the code: commits, and digests of uncommitted changes and of your own files."""
         with reading(self._run):
             return code_facts(files.read_object(self._run.code))
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Return what the last start and the last attempt ran on: versions of packages, platform, node, ranks."""
+        """Return the environment of the last start and the last attempt: package versions, platform, node, ranks."""
         with reading(self._run):
             attempts = ended_attempts(self._run)
             last = attempts[-1] if attempts else files.read_object(self._run.attempt)
@@ -168,12 +175,12 @@ class Run:
 
     @property
     def attempts(self) -> list[dict[str, Any]]:
-        """Return the attempts that have ended, as attempts.jsonl has them."""
+        """Return the entries of attempts.jsonl: the attempts that have ended."""
         with reading(self._run):
             return ended_attempts(self._run)
 
     def load(self, step: int | str | None = None, device: Any = "cpu", *, raw: bool = False) -> Loaded:
-        """Load the model of a checkpoint: see `runner.load`."""
+        """Load the model of a checkpoint of this run; see `runner.load`."""
         from runner.training.load import load
 
         with unchained():
@@ -195,7 +202,19 @@ class Run:
 
 
 def runs(root: str | os.PathLike[str] = "outputs") -> list[Run]:
-    """List the runs in a directory and below it, in the order of their paths.
+    """List the runs in a directory and below it, ordered by path.
+
+    Example:
+        >>> import runner
+        >>> for run in runner.runs("outputs"):
+        ...     print(run.name, run.state, run.step)
+        base finished 20
+        long running 1200
+        >>> finished = [run for run in runner.runs("outputs") if run.state == "finished"]
+        >>> best = min(finished, key=lambda run: min(run.metrics()["loss"]))
+
+    Args:
+        root: the directory.
 
     Raises:
         RunDirError: there is no such directory.
@@ -206,14 +225,25 @@ def runs(root: str | os.PathLike[str] = "outputs") -> list[Run]:
 
 
 def compose(*overrides: str, config_dir: str | os.PathLike[str] | None = None) -> Config:
-    """Compose the config of a command without starting anything.
+    """Compose and check the config of a command without starting anything.
+
+    Example:
+        >>> import runner
+        >>> config = runner.compose("experiment=smoke", "train.steps=20")
+        >>> config.train.steps, list(config.data.sources)
+        (20, ['code'])
+        >>> try:
+        ...     runner.compose("train.step=20")
+        ... except runner.errors.UserError as error:
+        ...     print(error)
+        train.step=20: no such option in train (did you mean 'steps'?); there are steps, epochs, ...
 
     Args:
         overrides: as on the command line: `"data=mixture"`, `"train.steps=100"`.
         config_dir: an additional directory of groups and experiments.
 
     Raises:
-        UserError: the overrides do not fit; one line for each error.
+        UserError: the overrides have errors; the message has one line for each.
     """
     return _composed(overrides, config_dir).config
 
@@ -221,22 +251,29 @@ def compose(*overrides: str, config_dir: str | os.PathLike[str] | None = None) -
 def train(*overrides: str, config_dir: str | os.PathLike[str] | None = None) -> Run:
     """Train the run that these overrides describe, or resume it, and return it once it is finished.
 
-    As the command does, in a process of its own: this one keeps its random generators, signal handlers and threads, and
-    the run is the same, bit for bit. What it prints goes to this process's standard output and error. With
-    `launcher=slurm` the call returns when the job is submitted. Ctrl-C, or interrupting the kernel, lets the run save
-    before KeyboardInterrupt is raised.
+    Training happens in a process of its own, as with the command. This process keeps its random generators, signal
+    handlers and threads, and the run is the same, bit for bit. The output of the run is copied to standard output and
+    error. With `launcher=slurm` the call returns once the job is submitted. If you press Ctrl-C or interrupt the
+    kernel, the run saves before KeyboardInterrupt is raised.
 
     Example:
-        >>> run = runner.train("data=mixture", "train.steps=100", config_dir="conf")
-        >>> run.metrics().plot(x="step", y="loss")
+        >>> import runner
+        >>> run = runner.train("experiment=smoke", "train.steps=20", "eval.every_steps=10", "run.dir=outputs/base")
+        starting at step 0 of 20 in /home/you/project/outputs/base
+        ...
+        >>> run.state, run.step
+        ('finished', 20)
+        >>> run.metrics().plot(x="step", y="loss")  # with pandas and matplotlib
+        >>> for seed in range(3):  # a sweep
+        ...     runner.train("experiment=smoke", "train.steps=20", f"seed={seed}")
 
     Args:
         overrides: as on the command line.
         config_dir: an additional directory of groups and experiments.
 
     Raises:
-        UserError: the overrides do not fit, or the run failed; its last lines are the message.
-        KeyboardInterrupt: it was interrupted, and has saved.
+        UserError: the overrides have errors, or the run failed; the message has its last lines.
+        KeyboardInterrupt: the run was interrupted and has saved.
     """
     job = _composed(overrides, config_dir)
     more = [] if config_dir is None else ["--config-dir", os.fspath(config_dir)]
@@ -263,10 +300,10 @@ def _composed(overrides: Sequence[str], config_dir: str | os.PathLike[str] | Non
 
 
 def _carried_out(command: Sequence[str]) -> tuple[int, list[str]]:
-    """Run a command to its end, which comes with the end of this process at the latest.
+    """Run a command and wait for it to end. It ends at the latest when this process ends.
 
     Returns:
-        its exit status, and what it wrote to standard error.
+        The exit status of the command, and the lines that it wrote to standard error.
     """
     paths = [os.path.abspath(path) for path in sys.path]
     variables = {**processes.environment, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
@@ -278,17 +315,17 @@ def _carried_out(command: Sequence[str]) -> tuple[int, list[str]]:
         stderr=processes.PIPE,
         text=True,
         errors="replace",
-        start_new_session=True,  # it gets an interruption once, from here
+        start_new_session=True,  # so that Ctrl-C reaches it only once, from here
     )
     with process:
         return _followed(process)
 
 
 def _followed(process: processes.Process[str]) -> tuple[int, list[str]]:
-    """Copy what a process writes until it ends, and pass Ctrl-C on to it.
+    """Copy the output of a process until it ends, and pass Ctrl-C on to it.
 
     Raises:
-        KeyboardInterrupt: there was one; the process has ended.
+        KeyboardInterrupt: the user pressed Ctrl-C; the process has ended.
     """
     said: list[str] = []
     assert process.stdout is not None
@@ -308,14 +345,14 @@ def _followed(process: processes.Process[str]) -> tuple[int, list[str]]:
             break
         except KeyboardInterrupt:
             interrupted = True
-            process.send_signal(signal.SIGINT)  # it saves; a second one ends it at once
+            process.send_signal(signal.SIGINT)  # the run saves; a second SIGINT ends it at once
     if interrupted:
         raise KeyboardInterrupt
     return status if status >= 0 else 128 - status, said
 
 
 def _copy(source: IO[str], to: TextIO, lines: list[str] | None) -> None:
-    """Copy lines to a stream, and keep them; one that is closed or cannot show them must not stop the run."""
+    """Copy lines to a stream and append them to `lines`. Ignore errors of the stream, which must not stop the run."""
     for line in source:
         if lines is not None:
             lines.append(line.rstrip("\n"))
@@ -325,11 +362,11 @@ def _copy(source: IO[str], to: TextIO, lines: list[str] | None) -> None:
 
 
 def _table(records: Iterable[Mapping[str, Any]]) -> Any:
-    """Make a DataFrame of records, or lists by column; what a record lacks is nan."""
+    """Convert records to a DataFrame, or to lists by column; missing values are nan."""
     rows = [dict(flattened(record, "/")) for record in records]
     if importlib.util.find_spec("pandas") is not None:
         import pandas
 
         return pandas.DataFrame.from_records(rows)
-    names = dict.fromkeys(name for row in rows for name in row)  # each once, in the order in which they come up
+    names = dict.fromkeys(name for row in rows for name in row)  # without duplicates, in order of appearance
     return {name: [row.get(name, math.nan) for row in rows] for name in names}

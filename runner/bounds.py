@@ -1,4 +1,4 @@
-"""What each number of a config may be: decided here, for the check of the config and for the class that takes it."""
+"""Define the allowed range of each number in a config, for the check of the config and for the class that uses it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ MAX_SECONDS = 2**30
 
 @dataclass(frozen=True)
 class Bound:
-    """From `least` to `most`, both included; if one itself is none of them, `above` or `below`. Infinite: any."""
+    """The range from `least` to `most`.
+
+    Both limits are included, unless `above` excludes `least` or `below` excludes `most`. An infinite `most` is no
+    limit.
+    """
 
     least: float
     most: float
@@ -23,12 +27,12 @@ class Bound:
     below: bool = False
 
     def allows(self, value: float) -> bool:
-        """Whether a value is within; nan is not, nor is what no float can hold."""
+        """Return whether a value is in the range. nan is not, and neither is a number that no float can hold."""
         enough = self.least < value if self.above else self.least <= value
         return enough and (value < self.most if self.below else value <= self.most) and value != math.inf
 
     def __str__(self) -> str:
-        """Write it as `1 to 1024`, `0 or more`, `above 0`."""
+        """Format the range as `1 to 1024`, `0 or more` or `above 0`."""
         if self.most == math.inf:
             return f"above {self.least:g}" if self.above else f"{self.least:g} or more"
         if self.above:
@@ -83,7 +87,7 @@ OTHERS = {
     "phases.NAME.lr_scale": Bound(0, 1e15),  # the product of two fits into a float32
     **dict.fromkeys(("sampler.weights", "sampler.max_epochs", "data.weights", "phases.NAME.weights"), WEIGHT),
 }
-"""Those that are checked with others, in messages of their own; of a dictionary, what each of its values may be."""
+"""Ranges checked elsewhere, together with other settings. A dictionary's range holds for each of its values."""
 SEARCH = {
     "search.trials": Bound(1, 2**20),
     "search.reduction": Bound(2, 1024),
@@ -91,11 +95,11 @@ SEARCH = {
     "search.repeats": Bound(1, 1024),
     "search.keep": Bound(1, 2**20),
 }
-"""Those of a search, which a command alone has."""
+"""Ranges of the settings of a search. Only a command has them, not a run."""
 
 
 def error(key: str, value: float | None) -> str | None:
-    """One line if the value of a key is out of its bounds; null is for the schema to judge."""
+    """Return one line if the value of a key is out of its range. The schema checks where null is allowed."""
     bound = BOUNDS[key]
     if value is None or bound.allows(value):
         return None
@@ -107,10 +111,10 @@ def error(key: str, value: float | None) -> str | None:
 
 
 def check(values: Mapping[str, float | None]) -> None:
-    """Check what a class takes, by key.
+    """Check the arguments of a class, by config key.
 
     Raises:
-        UserError: a value is out of its bounds.
+        UserError: a value is out of its range.
     """
     for key, value in values.items():
         if line := error(key, value):
@@ -118,12 +122,12 @@ def check(values: Mapping[str, float | None]) -> None:
 
 
 def of_intervals(least_s: float, most_s: float) -> str:
-    """The line for a shortest interval between saves that is longer than the longest one."""
+    """Return the error for a shortest interval between saves that is longer than the longest one."""
     return f"checkpoint.max_interval_s={most_s} must be at least checkpoint.min_interval_s={least_s}"
 
 
 def _written(value: float) -> str:
-    """An upper limit as a person would write it."""
+    """Format an upper limit, with powers of two as `2**40`."""
     if value == 2**63 - 1:
         return "2**63 - 1"
     exponent = int(value).bit_length() - 1

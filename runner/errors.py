@@ -1,4 +1,4 @@
-"""Exit statuses, and the errors that are shown to the user as one line. Imports no torch, hydra or numpy."""
+"""Define the exit statuses, and the errors that are shown to the user as one line. Imports no torch, hydra or numpy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,18 @@ _OWN = (Path(__file__).parent, Path(errors.__file__).parent)
 
 
 class ExitStatus(IntEnum):
-    """Exit statuses of `python -m runner`; scripts and schedulers may rely on them."""
+    """Exit statuses of `python -m runner`; scripts and schedulers may rely on them.
+
+    Example:
+        >>> import subprocess, sys
+        >>> from runner.errors import ExitStatus
+        >>> command = [sys.executable, "-m", "runner", "experiment=smoke", "train.steps=20"]
+        >>> status = ExitStatus(subprocess.run(command).returncode)
+        >>> if status is ExitStatus.INTERRUPTED:  # it has saved: rerun the command
+        ...     status = ExitStatus(subprocess.run(command).returncode)
+        >>> status
+        <ExitStatus.FINISHED: 0>
+    """
 
     FINISHED = 0
     FAILED = 1  # the training itself failed (a non-finite loss, a bug in a model)
@@ -29,7 +40,17 @@ class ExitStatus(IntEnum):
 
 
 class TrainingError(UserError):
-    """Training cannot continue, because of a non-finite loss for example; the last checkpoint is still valid."""
+    """Training cannot continue, for example because of a non-finite loss; the last checkpoint is still valid.
+
+    Example:
+        A task or a callback of your own may raise it. The run ends with status 1 and this line, without a traceback.
+
+        >>> import torch
+        >>> from runner.errors import TrainingError
+        >>> def check(logits: torch.Tensor) -> None:
+        ...     if not bool(torch.isfinite(logits).all()):
+        ...         raise TrainingError("logits are not finite: lower optimizer.lr")
+    """
 
     status = ExitStatus.FAILED
     everywhere = True
@@ -44,25 +65,35 @@ class UnsavedError(TrainingError):
 
 
 class RunDirError(UserError):
-    """A run directory is malformed, cannot be read, or is not to be trusted; other runs are not concerned."""
+    """A run directory is malformed, unreadable or not trusted; other runs are not affected."""
 
 
 class CheckpointError(UserError):
-    """No checkpoint can be used, or one does not fit this run."""
+    """No checkpoint can be used, or a checkpoint does not fit this run.
+
+    Example:
+        >>> import runner
+        >>> from runner.errors import CheckpointError
+        >>> try:
+        ...     loaded = runner.load("outputs/base", step=20)
+        ... except CheckpointError as error:  # corrupt, or of another model
+        ...     print(error)
+        ...     loaded = runner.load("outputs/base")  # the newest valid checkpoint
+    """
 
     status = ExitStatus.FAILED
 
 
 class UnreadableError(CheckpointError):
-    """The file system refused to let a checkpoint be read, again and again: nothing is known of what is in it."""
+    """The file system refused every attempt to read a checkpoint, so its content is unknown."""
 
 
 class MismatchError(CheckpointError):
-    """A checkpoint is intact, and of another model, optimizer, precision or data than what is to be loaded from it."""
+    """A checkpoint is intact, but its model, optimizer, precision or data are not those of the run that loads it."""
 
 
 class CallbackError(UserError):
-    """A callback raised, and the config asks to stop then."""
+    """A callback raised, and the config asks to stop in that case."""
 
     status = ExitStatus.FAILED
 
@@ -74,7 +105,10 @@ class FileError(UserError):
 
 
 class LockedError(UserError):
-    """Another process holds this run directory."""
+    """Another process holds this run directory.
+
+    A command that trains ends with status 73 (`ExitStatus.LOCKED`); the other process is not disturbed.
+    """
 
     status = ExitStatus.LOCKED
 
@@ -86,17 +120,20 @@ class StoppedError(UserError):
 
 
 class SupersededError(UserError):
-    """A newer attempt holds the lease of the run directory; the older one must stop writing."""
+    """A newer attempt holds the lease of the run directory; the older one must stop writing.
+
+    A custom launcher's `launch` lets it pass: the command ends with status 74 (`ExitStatus.SUPERSEDED`).
+    """
 
     status = ExitStatus.SUPERSEDED
 
 
 class PeerError(UserError):
-    """Another rank of this job failed, ended, or does not answer: the cause is in that rank's output, not here."""
+    """Another rank of this job failed, ended, or does not respond. The cause is in that rank's output, not here."""
 
     status = ExitStatus.FAILED
     reported = False
-    """Whether that rank failed by itself and reported why, so that the end of the job is decided."""
+    """Whether that rank reported a failure of its own, which already decides how the job ends."""
 
 
 class CrashLoopError(UserError):
@@ -113,10 +150,10 @@ class TimeoutsError(UserError):
 
 @contextmanager
 def unchained() -> Iterator[None]:
-    """Show a user's mistake without the errors that led to it: its line says what is wrong.
+    """Raise a user's mistake without the errors that led to it, because its message says what is wrong.
 
     Raises:
-        UserError: the one of the block, without a cause.
+        UserError: the error raised in the block, without a cause.
     """
     try:
         yield
@@ -127,15 +164,19 @@ def unchained() -> Iterator[None]:
 def refuse(errors: Iterable[str], kind: type[UserError] = UserError) -> None:
     """Raise one error with a line for each of `errors`, if there are any.
 
+    Args:
+        errors: the lines.
+        kind: the class of the error.
+
     Raises:
-        UserError: or its subclass `kind`.
+        UserError: there are errors; an instance of `kind`.
     """
     if lines := "\n".join(errors):
         raise kind(lines)
 
 
 def line_of_user(error: BaseException) -> str:
-    """Return ` (FILE, line N)`: the last line on the way to an error that is of no installed package; else nothing."""
+    """Return ` (FILE, line N)`, the last traceback line outside installed packages, or an empty string."""
     installed = (f"{os.sep}site-packages{os.sep}", f"{os.sep}lib{os.sep}python", "<frozen ")
     frames = [
         frame

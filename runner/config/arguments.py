@@ -1,8 +1,8 @@
-"""Arguments of what a config names by `_target_`: checked by their names before a run directory is created.
+"""Check the arguments of each `_target_` in a config by name, before a run directory is created.
 
-The names are read from the source of a function or of a class's `__init__`. Nothing is imported: torch, or a module of
-the user's, may take seconds. Where the source does not decide it (`**kwargs`, decorators, several base classes), the
-error comes when the object is created.
+The names are read from the source of a function or of a class's `__init__`. Nothing is imported, because torch or a
+user's module may take seconds. If the source does not determine them (`**kwargs`, decorators, several base classes),
+the error is raised when the object is created.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from runner.errors import nearest
 from runner.system import modules
 
 Names = tuple[str, ...]
-"""The names of the arguments in their order; empty for one that cannot be passed by name."""
+"""The names of the arguments in order; an empty name for a positional-only argument."""
 MAX_HOPS = 16
-"""From an import to where it leads, and from a class to its base."""
+"""How many imports and base classes are followed."""
 ELSEWHERE = ("launcher", "fork")
-"""The launcher is created by the command itself; of a trunk, the config was checked when it was started."""
+"""Not checked here: the command creates the launcher, and a trunk's config was checked when the trunk started."""
 
 
 def argument_errors(plain: dict[str, Any], known: dict[str, Names | None]) -> list[str]:
-    """A line for each argument in a resolved config that what it is passed to does not have.
+    """Return a line for each argument in a resolved config that its target does not accept.
 
     Args:
-        plain: the config.
-        known: target -> its arguments, None if the source does not tell; what is found out is added.
+        plain: the resolved config.
+        known: target -> its arguments, or None if its source does not determine them; new findings are added.
     """
-    if plain["launcher"].get("python"):  # which has other modules than this one
+    if plain["launcher"].get("python"):  # another Python, which has other modules
         return []
     checked = {name: node for name, node in plain.items() if name not in ELSEWHERE}
     return [line for key, node in instantiated_nodes(checked) for line in _errors(key, node, known)]
@@ -61,7 +61,7 @@ def _errors(key: str, node: dict[str, Any], known: dict[str, Names | None]) -> I
 
 
 def _taken_by_the_runner(key: str) -> Sequence[str]:
-    """Options beside a `_target_` that are not passed to it, or only if it has them."""
+    """Return the options beside a `_target_` that are not passed to it, or only if it has such parameters."""
     match key.split("."):
         case ["sampler"]:
             return [each.name for each in fields(SamplerConfig)]
@@ -77,7 +77,7 @@ def _taken_by_the_runner(key: str) -> Sequence[str]:
 
 
 def _passed_by_the_runner(key: str) -> int:
-    """How many arguments come before those of the config."""
+    """Return how many arguments the runner passes before those of the config."""
     match key.split("."):
         case ["logger", _]:
             return 3
@@ -87,7 +87,12 @@ def _passed_by_the_runner(key: str) -> int:
 
 
 def names_of(target: str, hops: int = MAX_HOPS) -> Names | None:
-    """The arguments of a function or class, by its dotted name; None if its source does not tell."""
+    """Return the argument names of a function or class; None if its source does not determine them.
+
+    Args:
+        target: its dotted name.
+        hops: how many imports and base classes to follow.
+    """
     found = source_of(target) if hops else None
     if found is None or not f".{target}".endswith(f".{found[0].name.removeprefix(DATA)}.{target.rpartition('.')[2]}"):
         return None
@@ -100,12 +105,12 @@ def names_of(target: str, hops: int = MAX_HOPS) -> Names | None:
 
 
 class _Module:
-    """What the statements of a module say.
+    """The statements of a module.
 
     Args:
         name: its dotted name.
-        is_package: whether it is the `__init__` of one.
-        tree: its source.
+        is_package: whether the source is the `__init__` of a package.
+        tree: its parsed source.
     """
 
     def __init__(self, name: str, is_package: bool, tree: ast.Module) -> None:
@@ -114,7 +119,7 @@ class _Module:
         self._body = tree.body
 
     def names_of(self, name: str, hops: int) -> Names | None:
-        """The arguments of a function or class that the module defines or imports."""
+        """Return the argument names of a function or class that the module defines or imports."""
         match self._bound(name):
             case ast.FunctionDef() as function:
                 return None if function.decorator_list else _parameters(function, 0)
@@ -126,7 +131,7 @@ class _Module:
         return None
 
     def _bound(self, name: str) -> ast.stmt | None:
-        """The only statement that binds a name; None if there are several, or one that may not be executed."""
+        """Return the only statement that binds a name; None if several do, or one that may not be executed."""
         found = [statement for statement in self._body if _binds(statement, name)]
         simple = (ast.FunctionDef, ast.ClassDef, ast.ImportFrom, ast.Import)
         return found[0] if len(found) == 1 and isinstance(found[0], simple) else None
@@ -150,7 +155,7 @@ class _Module:
         return () if base == "object" else names_of(base, hops - 1) if base else None
 
     def _dotted(self, node: ast.expr) -> str | None:
-        """The dotted name of what an expression refers to; None if that is not plain."""
+        """Return the dotted name of what an expression refers to; None if the expression is not a plain name."""
         if isinstance(node, ast.Attribute):
             value = self._dotted(node.value)
             return f"{value}.{node.attr}" if value else None
@@ -170,12 +175,12 @@ class _Module:
 
 
 def _alias(alias: ast.alias) -> str:
-    """The name that an import binds."""
+    """Return the name that an import binds."""
     return alias.asname or alias.name.partition(".")[0]
 
 
 def _binds(statement: ast.AST, name: str) -> bool:
-    """Whether a statement binds a name, or one within it that is executed in the same scope."""
+    """Return whether a statement, or one nested in it that runs in the same scope, binds a name."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return statement.name == name
     if isinstance(statement, ast.Import | ast.ImportFrom):
@@ -186,7 +191,7 @@ def _binds(statement: ast.AST, name: str) -> bool:
 
 
 def _parameters(function: ast.FunctionDef, skipped: int) -> Names | None:
-    """The arguments of a function but the first ones; None if it takes any others."""
+    """Return the argument names of a function after the first `skipped`; None if it has `**kwargs`."""
     arguments = function.args
     if arguments.kwarg is not None:
         return None

@@ -1,4 +1,4 @@
-"""From the overrides of a command, or from a run directory, to checked configs."""
+"""Compose and check configs, from the overrides of a command or from a run directory."""
 
 from __future__ import annotations
 
@@ -34,50 +34,50 @@ from runner.search.choice import best_run
 from runner.search.directory import is_search
 from runner.system import files
 
-HYDRAS_OWN = "${hydra:"  # what refers to the job as Hydra knows it
-OWN_KEYS = ("run.dir", "run.name")  # where a run is, in which two jobs differ anyway
+HYDRAS_OWN = "${hydra:"  # references to Hydra's own settings of the job
+OWN_KEYS = ("run.dir", "run.name")  # where a run is: two jobs always differ in these
 KEPT_COMMON = 64
-"""Composed configs of what jobs of a sweep have in common: each takes memory, megabytes with many sources."""
+"""How many composed configs shared by jobs of a sweep are kept: each may take megabytes, with many sources."""
 
 
 @dataclass(frozen=True)
 class Composed:
-    """One job: its config as objects and as plain values, and its run directory."""
+    """The composed config of one job, as objects and as plain values, and its run directory."""
 
     config: Config
     plain: dict[str, Any]  # resolved, paths absolute, enums by name
     overrides: tuple[str, ...]  # as given on the command line
     run_dir: Path  # absolute
-    resumed: bool = False  # it was read from its run directory: if that is gone, there is nothing to begin
+    resumed: bool = False  # read from its run directory; if that is gone, nothing is started
 
     @cached_property
     def text(self) -> str:
-        """The content of `config.yaml`."""
+        """Return the content of `config.yaml`."""
         return to_yaml(self.plain)
 
     @cached_property
     def digest(self) -> str:
-        """The identity of the run."""
+        """Return the identity of the run."""
         return identity(self.plain)
 
 
 class Composer:
-    """Composes and checks configs of one config tree; for the arguments and what they raise, see `ConfigTree`."""
+    """Compose and check configs of one config tree; see `ConfigTree` for the arguments and errors."""
 
     def __init__(self, config_dirs: Sequence[str | Path] = (), config_name: str = CONFIG_NAME) -> None:
         self.tree = ConfigTree(config_dirs, config_name)
-        self._listed: dict[Path, dict[str, list[str]]] = {}  # root -> identity -> the names that end in it
+        self._listed: dict[Path, dict[str, list[str]]] = {}  # root -> identity -> the directory names that end in it
         self._bases: dict[tuple[object, ...], dict[str, Any]] = {}
         self._target_errors: dict[str, str | None] = {}
         self._arguments: dict[str, Names | None] = {}
         self._sweep = False
-        self.searching = False  # whether the search of a command is its caller's business
-        self._wrong: dict[tuple[object, ...], str] = {}  # (composed over, choices, override) -> the line of its error
-        self._dropping: dict[tuple[tuple[str, ...], str], str] = {}  # (choices, override) -> its line; "": none
+        self.searching = False  # whether the caller handles the search of a command
+        self._wrong: dict[tuple[object, ...], str] = {}  # (composed over, choices, override) -> its error line
+        self._dropping: dict[tuple[tuple[str, ...], str], str] = {}  # (choices, override) -> its error line, or ""
         self._common: dict[tuple[object, ...], tuple[Mapping[str, Any], DictConfig] | None] = {}
 
     def compose(self, overrides: Sequence[str], base: Path | None = None) -> Composed:
-        """One job, checked.
+        """Compose and check one job.
 
         Args:
             overrides: as on the command line, without sweeps.
@@ -98,13 +98,13 @@ class Composer:
         return Composed(to_config(plain), plain, given, run_dir)
 
     def _branch(self, trunk: Path, step: int, overrides: Sequence[str], given: tuple[str, ...], base: Path) -> Composed:
-        """The job of a branch: the trunk's frozen config with `overrides` applied, checked.
+        """Compose and check the job of a branch: the trunk's frozen config with `overrides` applied.
 
         Args:
             trunk: the run directory of the trunk, relative to `base`.
-            step: at which the branch leaves it, 1 or more.
-            overrides: without the one that names the fork.
-            given: all of them.
+            step: the step of the fork, 1 or more.
+            overrides: without the override that names the fork.
+            given: all overrides.
             base: the directory that relative paths are resolved against.
 
         Raises:
@@ -142,12 +142,12 @@ class Composer:
         return Composed(config, plain, given, run_dir)
 
     def recompose(self, run_dir: Path, overrides: Sequence[str]) -> Composed:
-        """The job of an existing run: its frozen config with `overrides` applied, checked.
+        """Compose and check the job of an existing run: its frozen config with `overrides` applied.
 
         Choosing an option of a group (`launcher=slurm`) replaces the frozen values of that group.
 
         Args:
-            run_dir: of the run; it stays the run's directory.
+            run_dir: the run directory, which does not change.
             overrides: as on the command line, without sweeps.
 
         Raises:
@@ -164,7 +164,7 @@ class Composer:
         return Composed(to_config(plain), plain, tuple(overrides), run_dir, resumed=True)
 
     def expand(self, overrides: Sequence[str]) -> list[list[str]]:
-        """The jobs of a sweep: all combinations of the values given, the last key varying fastest.
+        """Return the overrides of each job of a sweep: all combinations of the values, the last key varying fastest.
 
         Raises:
             UserError: overrides that cannot be parsed, all of them in one message.
@@ -173,7 +173,7 @@ class Composer:
         refuse(line for text in sweepers[:1] if (line := unused_setting(text)))
         given = self._alternatives(overrides)
         choices = {key: texts for key, texts in given.items() if self.tree.group_of(key)}
-        params: dict[tuple[str, ...], list[str]] = {}  # by the options chosen, of which each may bring its own
+        params: dict[tuple[str, ...], list[str]] = {}  # by chosen options, because an option may add params
         for chosen in product(*choices.values()):
             params[chosen] = self._sweep_params([text for text in chosen if not unused_setting(text)])
         if len(set(map(tuple, params.values()))) < 2:
@@ -194,7 +194,7 @@ class Composer:
         return [text for text in params if text.partition("=")[0] not in keys]
 
     def _alternatives(self, overrides: Sequence[str]) -> dict[str, list[str]]:
-        """The overrides that each key is swept over.
+        """Return the overrides that each key is swept over.
 
         Raises:
             UserError: overrides that cannot be parsed, all of them in one message.
@@ -217,7 +217,7 @@ class Composer:
         return alternatives
 
     def sweeping(self) -> Composer:
-        """This one, from here on composing jobs that differ in single values from each other."""
+        """Prepare this composer for jobs that differ from each other in single values, and return it."""
         self._sweep = True
         return self
 
@@ -226,11 +226,11 @@ class Composer:
         overrides: Sequence[str],
         watch: Callable[[Collection[list[str]]], Iterable[list[str]]] = iter,
     ) -> list[Composed]:
-        """All jobs of a sweep, checked.
+        """Compose and check all jobs of a sweep.
 
         Args:
             overrides: as on the command line.
-            watch: gives the jobs back one by one, and may tell how far it is.
+            watch: yields the jobs one by one; it may show the progress.
 
         Raises:
             UserError: the errors of all jobs, each once, with the first job that has it; or two jobs that are the
@@ -258,7 +258,7 @@ class Composer:
         return jobs
 
     def show(self, flags: Sequence[str], overrides: Sequence[str]) -> int:
-        """Print what Hydra's own flags ask for, such as `--cfg job --resolve -p sampler`; the exit status.
+        """Print what Hydra's own flags ask for, such as `--cfg job --resolve -p sampler`. Return the exit status.
 
         Raises:
             UserError: the overrides do not compose; all their errors, one per line.
@@ -278,13 +278,13 @@ class Composer:
         return 0
 
     def _sweep_params(self, chosen: Sequence[str]) -> list[str]:
-        """A sweep written in a config, as for Hydra's basic sweeper: `hydra.sweeper.params`.
+        """Return a sweep that a config defines as for Hydra's basic sweeper, in `hydra.sweeper.params`.
 
         Args:
             chosen: the overrides that choose options of groups, without sweeps.
 
         Raises:
-            UserError: a config file chooses another sweeper, of whose parameters nothing is known.
+            UserError: a config file chooses another sweeper, whose parameters are not known.
         """
         try:
             config = self.tree.compose(chosen)
@@ -297,12 +297,12 @@ class Composer:
     def _checked(
         self, overrides: Sequence[str], compose: Callable[[Sequence[str]], DictConfig], over: object = None
     ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        """The options chosen of Hydra's groups, and the resolved values, of a config without errors.
+        """Return the chosen options of Hydra's groups and the resolved values of a config, after checking it.
 
         Args:
             overrides: without sweeps.
             compose: overrides -> Hydra's config.
-            over: what they are composed over, if not the primary config.
+            over: what the overrides are composed over, if not the primary config.
 
         Raises:
             UserError: all errors, one per line.
@@ -329,14 +329,14 @@ class Composer:
             diagnosis = Diagnosis(self.tree, compose, check)
             found, others = diagnosis.config_errors(overrides, error)
             wrong |= found
-            if self._sweep and not any(map(self.tree.group_of, found)):  # for the other jobs, which have them too
+            if self._sweep and not any(map(self.tree.group_of, found)):  # the other jobs have these errors, too
                 self._wrong |= {(over, choices, text): line for text, line in found.items()}
         ordered = sorted(wrong, key=lambda text: (text not in choices, given.index(text)))
         refuse([*unused.values(), *(wrong[text] for text in ordered), *others])
         return chosen, plain
 
     def _dropping_nothing(self, overrides: Sequence[str], compose: Callable[[Sequence[str]], DictConfig]) -> list[str]:
-        """Return a line for each override that drops a callback, a metric or a source which nothing adds."""
+        """Return a line for each override that removes a callback, a metric or a source that does not exist."""
         lines, choices = [], tuple(filter(self.tree.group_of, overrides))
         for text in overrides:
             found = re.fullmatch(r"\+*(callbacks|eval\.metrics|data\.(?:eval_)?sources)\.(\w+)=null", text)
@@ -354,10 +354,10 @@ class Composer:
     def _varied(
         self, overrides: Sequence[str], compose: Callable[[Sequence[str]], DictConfig], over: object
     ) -> tuple[Mapping[str, Any], DictConfig] | None:
-        """A job of a sweep, see `_composed`: the jobs that choose the same options are composed once.
+        """Compose a job of a sweep as `_composed` does, but compose jobs that choose the same options only once.
 
-        Hydra sets values last of all, after every option has been chosen and merged, and so does this. None for what it
-        sets in another order, or by what only Hydra knows of the job, and for errors.
+        Hydra sets values last, after all options have been chosen and merged, and so does this. Return None if Hydra
+        would set a value in another order or from its knowledge of the job, and for errors.
         """
         chosen = tuple(filter(self.tree.group_of, overrides))
         if not self._sweep or any("{" in text for text in chosen) or any(HYDRAS_OWN in text for text in overrides):
@@ -380,18 +380,18 @@ class Composer:
         return common[0], config
 
     def _common_to(self, composed: DictConfig) -> tuple[Mapping[str, Any], DictConfig] | None:
-        """The options chosen, and the config without Hydra's node; None if its values refer to that."""
+        """Return the chosen options, and the config without Hydra's node; None if its values refer to that node."""
         if unused_in_files(self.tree.hydra_changes(composed)):
             return None
         choices = dict(composed.hydra.runtime.choices)
-        with open_dict(composed):  # not a copy without it, in which a top-level value has no type
+        with open_dict(composed):  # in place: in a copy, a top-level value would lose its type
             del composed["hydra"]
         return None if HYDRAS_OWN in OmegaConf.to_yaml(composed) else (choices, composed)
 
     def _composed(
         self, overrides: Sequence[str], compose: Callable[[Sequence[str]], DictConfig], over: object
     ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        """The options chosen, and the resolved values, as Hydra composes them.
+        """Return the chosen options and the resolved values, as Hydra composes them.
 
         Raises:
             ERRORS: an error of the overrides.
@@ -412,12 +412,12 @@ class Composer:
         return choices, plain
 
     def _all_errors(self, plain: dict[str, Any]) -> list[str]:
-        """Every error of a resolved config, one line each: its values, and what it names by `_target_`."""
+        """Return every error of a resolved config, one line each: of its values, and of its `_target_` names."""
         targets, arguments = target_errors(plain, self._target_errors), argument_errors(plain, self._arguments)
         return [*config_errors(to_config(plain)), *targets, *arguments]
 
     def _run_dir(self, plain: dict[str, Any], readable: Callable[[], str]) -> Path:
-        """The run directory: one that ends in the identity, whatever its name, or a new one with a readable name."""
+        """Return the run directory: an existing one that ends in the identity, or a new one with a readable name."""
         if plain["run"]["dir"] is not None:
             return Path(plain["run"]["dir"])
         root, digest = Path(plain["run"]["root"]), identity(plain)
@@ -435,7 +435,7 @@ class Composer:
 
         Args:
             overrides: of the command.
-            groups: their names; those of the tree by default.
+            groups: the names of the groups; by default those of the tree.
         """
         keys, options = [], []
         titled = "experiment" if any(re.match(r"[+]*experiment=", text) for text in overrides) else "data"
@@ -454,11 +454,11 @@ class Composer:
     def title_and_base(
         self, choices: Mapping[str, Any], plain: dict[str, Any], base: Path
     ) -> tuple[str, dict[str, Any]]:
-        """Return what the name of a run begins with, and the config that it is named by its differences from.
+        """Return the beginning of a run's name, and the config whose differences from the run's complete the name.
 
         Args:
             choices: the options of the groups.
-            plain: the config of the run, for values that are missing in the other one.
+            plain: the config of the run, for values that are missing in the other config.
             base: the directory that relative paths are resolved against.
         """
         experiment, data = choices.get("experiment"), choices.get("data")
@@ -476,9 +476,9 @@ class Composer:
 
 
 def _lines_on_search(search: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Return a line for each option of a search that a command has which is none.
+    """Return the errors of search settings in a command that starts a single run.
 
-    With `search=none` those of its experiment are left out: it is a single run of what that searches.
+    With `search=none`, only the settings that the command sets are checked, not those of its experiment.
     """
     if search.get("kind") is not None:
         return [f"search={search['kind']} begins many runs: add -m, or set search=none for one run"]
@@ -487,7 +487,7 @@ def _lines_on_search(search: Mapping[str, Any], overrides: Sequence[str]) -> lis
 
 
 def _phases_left(overrides: Sequence[str], plain: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for an override that is to remove all phases, although those of an experiment are merged into it."""
+    """Yield a line for an override that tries to remove all phases, but leaves those merged in from an experiment."""
     for text in overrides:
         if re.fullmatch(r"\+*phases=(none|\{\})", text):
             given = tuple(other.lstrip("+") for other in overrides)
@@ -502,7 +502,7 @@ WEIGHTS = ".safetensors"
 
 
 def fork_of(overrides: Sequence[str], base: Path) -> tuple[Path, int] | None:
-    """The trunk's run directory and the step that `fork=RUN@STEP` among `overrides` names; None without one.
+    """Return the trunk's run directory and the step that `fork=RUN@STEP` names; None if there is no such override.
 
     `fork=SEARCH@best` names the newest checkpoint of the best run of a search.
 
@@ -511,7 +511,7 @@ def fork_of(overrides: Sequence[str], base: Path) -> tuple[Path, int] | None:
         base: the directory that relative paths are resolved against.
 
     Raises:
-        UserError: it is not written so, or the search has no such run.
+        UserError: the value has another form, or the search has no such run.
     """
     texts = [text.partition("=")[2].strip("'\"") for text in overrides if _FORK.match(text)]
     if not texts or texts[-1] == "null":
@@ -528,7 +528,7 @@ def fork_of(overrides: Sequence[str], base: Path) -> tuple[Path, int] | None:
 
 
 def drop_sources(plain: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Remove the sources that are null, in place, and what else is set for those or for deleted ones by name."""
+    """Remove the sources that are null, in place, and the settings that name them or deleted sources."""
     data, sampler = plain["data"], plain["sampler"]
     gone = [name for name, node in data["sources"].items() if node is None]
     deleted = (text.removeprefix("~data.sources.").partition("=")[0] for text in overrides if text[:1] == "~")
@@ -542,14 +542,14 @@ def drop_sources(plain: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def _place(composed: Composed) -> object:
-    """What tells one run from others: its directory if that was named, its identity where it is named after that."""
+    """Return the key that distinguishes runs: the directory if the user named it, else the root and the identity."""
     run = composed.plain["run"]
     named = run["name"] is not None or not composed.run_dir.name.endswith(f"-{composed.digest}")
     return composed.run_dir if named else (run["root"], composed.digest)
 
 
 def _same_run(twin: Composed, composed: Composed) -> str:
-    """Return a line for two jobs of a sweep that are one run, with the remedy."""
+    """Return a line for two jobs of a sweep that are the same run, with the remedy."""
     both = f"({' '.join(twin.overrides)}) and ({' '.join(composed.overrides)})"
     keys = [change.key for change in differences(twin.plain, composed.plain) if change.key not in OWN_KEYS]
     if twin.digest != composed.digest:
@@ -566,7 +566,7 @@ def _same_run(twin: Composed, composed: Composed) -> str:
 
 
 def identity_at(run_dir: Path, step: int | None) -> str:
-    """Return the identity that a run had when it trained `step`, before it was edited later; None: its newest."""
+    """Return the identity that a run had when it trained `step`, before any later edit; None: its newest identity."""
     edits = provenance.edits(run_dir)
     for edit in edits if step is not None else ():
         if isinstance(edit.get("step"), int) and step <= edit["step"] and isinstance(edit.get("before"), str):
@@ -575,16 +575,16 @@ def identity_at(run_dir: Path, step: int | None) -> str:
 
 
 def fill_in(plain: dict[str, Any], base: Path) -> None:
-    """Fill in what follows from the other values, in place: paths against `base`, the source of a warm start."""
+    """Fill in derived values, in place: paths resolved against `base`, and the source of a warm start."""
     plain["run"]["changed_by"] = changing_callbacks(plain)
     anchor(plain, base)
     name_source(plain)
 
 
 def name_source(plain: dict[str, Any]) -> None:
-    """Of a warm start from a run, freeze which run it is besides where: in place.
+    """Record the run that a warm start loads from, in place, by its identity.
 
-    A run is told by its identity, so that it may be moved; a file by its path.
+    The identity stays the same when that run is moved. A file is recorded by its path.
 
     Raises:
         UserError: there is no such run.
@@ -592,7 +592,7 @@ def name_source(plain: dict[str, Any]) -> None:
     node = plain["init_from"]
     if node["path"] is None:
         return
-    if node["path"].endswith(WEIGHTS):  # looked at when it is needed: a run that has a checkpoint needs it no more
+    if node["path"].endswith(WEIGHTS):  # read only when needed: not by a run with a checkpoint
         node |= {"run": None, "at": None, "digest": None}
         return
     head, _, last = node["path"].rpartition("@")
@@ -601,7 +601,7 @@ def name_source(plain: dict[str, Any]) -> None:
     path, at = Path(node["path"]), "last"
     if "@" in path.name and not files.is_dir(path):
         run, _, at = node["path"].rpartition("@")
-        path = Path(run)  # outputs/NAME/@700, too: shells complete a directory with a slash
+        path = Path(run)  # also outputs/NAME/@700: shells complete a directory with a slash
         if path.suffix == WEIGHTS:
             raise UserError(f"init_from={node['path']}: a {WEIGHTS} file has no steps: leave @{at} out")
         if not re.fullmatch(r"\d{1,12}|best|last", at):
@@ -618,7 +618,7 @@ def name_source(plain: dict[str, Any]) -> None:
 
 
 def _not_for_branches(override: str) -> str | None:
-    """A line for an override that a branch does not take."""
+    """Return a line for an override that a branch does not allow; None for any other."""
     if re.match(r"[+~]*fork\b", override):
         return f"{override} is filled in for a branch: fork=RUN@STEP alone says what it is a branch of"
     if re.match(r"[+~]*init_from\b", override):
@@ -629,12 +629,12 @@ def _not_for_branches(override: str) -> str | None:
 def compose(
     overrides: Sequence[str], config_dirs: Sequence[str | Path] = (), config_name: str = CONFIG_NAME
 ) -> Composed:
-    """One job from a command's overrides; see `Composer.compose`."""
+    """Compose one job from a command's overrides; see `Composer.compose`."""
     return Composer(config_dirs, config_name).compose(overrides)
 
 
 def _by_identity(root: Path) -> dict[str, list[str]]:
-    """The names in a directory that end in the identity of a run, by that."""
+    """Return the names in a directory that end in the identity of a run, by identity."""
     found: dict[str, list[str]] = {}
     with suppress(OSError):
         for name in files.list_dir(root):
@@ -644,12 +644,12 @@ def _by_identity(root: Path) -> dict[str, list[str]]:
 
 
 def _resolved(config: DictConfig, given: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Hydra's `config` resolved, without its own node.
+    """Resolve Hydra's `config`, without its own node.
 
     Args:
         config: composed by Hydra.
-        given: dotted key -> value, for values that are missing or cannot be resolved, as without an environment
-            variable that an override made unnecessary.
+        given: dotted key -> value, for values that are missing or cannot be resolved, for example without an
+            environment variable that an override made unnecessary.
 
     Raises:
         UserError: values are missing, and `given` is None.
@@ -666,7 +666,7 @@ def _without_hydra(config: DictConfig) -> DictConfig:
 
 
 def _complete(config: DictConfig, given: dict[str, Any] | None = None) -> DictConfig:
-    """`config`, if `given` without missing values; see `_resolved`."""
+    """Return `config`, without missing values if `given` is set; see `_resolved`."""
     flat = flatten(plain_values(config, resolve=False))
     missing = sorted(key for key, value in flat.items() if value == "???")
     if given is None:
@@ -680,7 +680,7 @@ def _complete(config: DictConfig, given: dict[str, Any] | None = None) -> DictCo
 
 
 def _resolves(config: DictConfig, key: str = "") -> bool:
-    """Whether all values below a dotted key can be resolved."""
+    """Return whether all values below a dotted key can be resolved."""
     try:
         value = OmegaConf.select(config, key)
         if OmegaConf.is_config(value):

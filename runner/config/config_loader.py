@@ -1,8 +1,8 @@
-"""Hydra's config loader, reading each file of the config tree once for all compositions.
+"""Load configs with Hydra, reading each file of the config tree only once for all compositions.
 
-Hydra reads the whole tree anew in each composition: that takes long, and a file that is edited while a sweep is
-composed would give only some of the jobs another value. It has no public interface for keeping what it
-has read. The classes here override methods of Hydra 1.3 that are internal; nothing else relies on its internals.
+Hydra reads the whole tree in each composition. That takes long, and if a file is edited while a sweep is composed, only
+some of the jobs would see the new value. Hydra has no public interface for keeping what it has read. The classes here
+override internal methods of Hydra 1.3; no other module relies on its internals.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from runner.config.sources import complete_sources, open_sources
 
 Made = TypeVar("Made")
 
-FROZEN_NAME = "frozen_config"  # a run's config in Hydra's store: another one in each composition, so it is not kept
+FROZEN_NAME = "frozen_config"  # a run's config in Hydra's store; not kept, because it differs per composition
 KEPT_PARSED = 1 << 14  # a sweep may have any number of overrides
 
 
 class ConfigLoader(ConfigLoaderImpl):
-    """Composes configs as Hydra does.
+    """Compose configs as Hydra does, from files that are read only once.
 
     Args:
         config_search_path: where the config files are.
@@ -46,7 +46,7 @@ class ConfigLoader(ConfigLoaderImpl):
         self._parsed = lru_cache(KEPT_PARSED)(lambda text: parser.parse_overrides([text])[0])
 
     def parse(self, override: str) -> Override:
-        """Parse an override, once.
+        """Parse an override, or return the cached result.
 
         Raises:
             HydraException: it cannot be parsed.
@@ -54,10 +54,10 @@ class ConfigLoader(ConfigLoaderImpl):
         return self._parsed(override)
 
     def apply(self, override: str, config: DictConfig) -> None:
-        """Set in a composed config what `override` sets, as the last part of a composition does.
+        """Set the value of `override` in a composed config, as the last part of a composition does.
 
         Raises:
-            HydraException: as a composition; then part of it may have been set.
+            HydraException: as in a composition; part of the value may have been set by then.
         """
         parsed = [self.parse(override)]
         self.validate_sweep_overrides_legal(parsed, RunMode.RUN, from_shell=False)
@@ -66,20 +66,19 @@ class ConfigLoader(ConfigLoaderImpl):
     def _parse_overrides_and_create_caching_repo(
         self, config_name: str | None, overrides: list[str]
     ) -> tuple[list[Override], CachingConfigRepository]:
-        """Called by Hydra."""
         parsed, repository = [self.parse(text) for text in overrides], CachingConfigRepository(self.repository)
         self._process_config_searchpath(config_name, parsed, repository)
         return parsed, repository
 
     def _compose_config_from_defaults_list(self, *arguments: Any, **options: Any) -> DictConfig:
-        """Called by Hydra between choosing the files and applying the overrides of values."""
+        """Compose the chosen files. Hydra calls this before it applies the overrides of values."""
         config = super()._compose_config_from_defaults_list(*arguments, **options)
         open_sources(config)
         return config
 
     @staticmethod
     def _embed_result_config(ret: ConfigResult, package_override: str | None) -> ConfigResult:
-        """Called by Hydra for each file, which it may change in merging it."""
+        """Copy the config of a file before it is embedded, because Hydra may change it while merging."""
         embedded = ConfigLoaderImpl._embed_result_config(ret, package_override)
         if embedded.config is ret.config:
             embedded = copy.copy(ret)
@@ -88,10 +87,9 @@ class ConfigLoader(ConfigLoaderImpl):
 
 
 class ShownLoader(ConfigLoader):
-    """Composes what Hydra's own command line prints: the sources are complete, as in a run."""
+    """Compose the configs that Hydra's own command line prints, with complete sources as in a run."""
 
     def load_configuration(self, *arguments: Any, **options: Any) -> DictConfig:
-        """Called by Hydra."""
         config = super().load_configuration(*arguments, **options)
         complete_sources(config)
         return config
@@ -109,7 +107,7 @@ def shown() -> Iterator[None]:
 
 
 class _Repository(ConfigRepository):
-    """The config files of a search path: each is looked for and read once.
+    """The config files of a search path. Each file is searched for and read once.
 
     Args:
         config_search_path: where they are.
@@ -121,29 +119,27 @@ class _Repository(ConfigRepository):
         super().__init__(config_search_path)
 
     def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
-        """Called by Hydra at first, and in each composition that `hydra.searchpath` adds directories to."""
+        """Set the sources. Hydra calls this at first, and in each composition with a `hydra.searchpath`."""
         super().initialize_sources(config_search_path)
         self._paths = tuple((element.provider, element.path) for element in config_search_path.get_path())
 
     def __deepcopy__(self, memo: object) -> _Repository:
-        """A copy for one composition, which may change the sources; what was read is shared."""
+        """Copy this for one composition, which may change the sources. Share what was read."""
         return copy.copy(self)
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        """Called by Hydra."""
         load = super().load_config
         if config_path == FROZEN_NAME:
             return load(config_path)
         return _once(self._configs, (self._paths, config_path), lambda: load(config_path))
 
     def _find_object_source(self, config_path: str, object_type: ObjectType | None) -> ConfigSource | None:
-        """Called by Hydra."""
         find = super()._find_object_source
         return _once(self._sources, (self._paths, config_path, object_type), lambda: find(config_path, object_type))
 
 
 def _once(kept: dict[Hashable, Made], key: Hashable, make: Callable[[], Made]) -> Made:
-    """What `kept` has for `key`, made if need be."""
+    """Return `kept[key]`, after creating it with `make` if it is missing."""
     if key not in kept:
         kept[key] = make()
     return kept[key]

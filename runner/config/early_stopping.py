@@ -1,4 +1,4 @@
-"""Early stopping: whether the evaluations of a run end it before its last step."""
+"""Decide whether the evaluations of a run end it before its last step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runner.bounds import OTHERS
 
 
 class Best(Enum):
-    """Whether the lowest or the highest value of a metric is the best."""
+    """Which value of a metric is the best: the lowest or the highest."""
 
     min = "min"
     max = "max"
@@ -21,11 +21,11 @@ class Best(Enum):
 
 HIGH = frozenset("accuracy acc f1 auc auroc precision recall iou dice bleu rouge r2 score".split())
 LOW = frozenset("loss error perplexity ppl mse mae rmse wer cer".split())
-"""Words in the names of metrics of which high, or low, values are good."""
+"""Words in metric names that suggest that high, or low, values are good."""
 
 
 def against_its_name(part: str, metric: str | None, mode: Best | None) -> Iterator[str]:
-    """Yield a warning if the name of a metric says that the other end of its values is the best.
+    """Yield a warning if the name of a metric suggests that `mode` is the wrong way round.
 
     Args:
         part: the settings that name it, such as `search`: with `.metric` and `.mode`.
@@ -44,7 +44,7 @@ def against_its_name(part: str, metric: str | None, mode: Best | None) -> Iterat
 
 @dataclass
 class EarlyStoppingConfig:
-    """Early stopping as configured; conf/early_stopping/default.yaml explains the options. All None: none."""
+    """Options of early stopping, explained in conf/early_stopping/default.yaml. All None: no early stopping."""
 
     metric: str | None = None
     mode: Best | None = None
@@ -54,7 +54,7 @@ class EarlyStoppingConfig:
 
     @property
     def is_set(self) -> bool:
-        """Tell whether anything is set: then all but `above` are, see `option_errors`."""
+        """Return whether any option is set. In that case all but `above` must be; see `option_errors`."""
         return any(getattr(self, each.name) is not None for each in fields(self))
 
     def option_errors(self) -> Iterator[str]:
@@ -88,9 +88,9 @@ def stopped(options: EarlyStoppingConfig, evaluations: Iterable[Mapping[str, Any
     """Return why these evaluations end a run; None if they do not.
 
     Args:
-        options: what ends it.
-        evaluations: the records of a run, in the order of their steps. Those without the metric are left out, and the
-            first step ends no run.
+        options: the criterion.
+        evaluations: the records of a run, in step order. Records without the metric are ignored, and the first step
+            never ends a run.
     """
     if not options.is_set:
         return None

@@ -1,6 +1,6 @@
-"""Hydra's and OmegaConf's errors as one line each: the key, its value, what is allowed.
+"""Explain errors of Hydra and OmegaConf in one line each: the key, its value, what is allowed.
 
-A composition stops at its first error. `Diagnosis` applies the overrides one at a time, to find them all.
+A composition stops at its first error. `Diagnosis` applies the overrides one at a time to find all errors.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from runner.config.search import RANGES, SHOWN, rewritten
 from runner.config.tree import ConfigTree
 from runner.errors import UserError, nearest
 
-# What a composition may raise.
+# Errors that a composition may raise.
 ERRORS = (HydraException, *READ_ERRORS)
 
-# Hydra's settings of where and how an application runs, and what replaces them here. Its other settings (of logging,
-# for example) have no effect either, but nobody would miss it.
+# Hydra's settings of where and how an application runs, and their replacements here. Its other settings, such as
+# those of logging, have no effect either, but users hardly need them.
 REPLACED = {
     "hydra.run": "set the run directory with run.dir=..., or run.root=... and run.name=...",
     "hydra.sweep": "run directories are created in run.root=...",
@@ -48,7 +48,7 @@ REPLACED = {
 }
 
 
-# What other trainers call it, and what we do.
+# Names in other trainers -> names here.
 OF_OTHERS = {
     **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), "train.grad_accum_steps"),
     **dict.fromkeys(("gradient_clip_val", "max_grad_norm", "grad_clip"), "train.clip_norm"),
@@ -69,19 +69,23 @@ OF_OTHERS = {
 
 
 def unused_setting(override: str) -> str | None:
-    """One line for a setting of Hydra's own that would have no effect; None for any other."""
+    """Return one line for a setting of Hydra's own that would have no effect; None for any other."""
     instead = _replaced(override.partition("=")[0].lstrip("+~"))
     return f"{override} has no effect here: {instead}" if instead else None
 
 
 def unused_in_files(changes: Mapping[str, Any]) -> list[str]:
-    """One line for each setting of Hydra's own in config files (`ConfigTree.hydra_changes`): none has an effect."""
+    """Return one line for each of Hydra's own settings in config files, because none of them has an effect.
+
+    Args:
+        changes: the settings, as `ConfigTree.hydra_changes` returns them.
+    """
     shown = {key: value.name if isinstance(value, Enum) else as_text(value) for key, value in changes.items()}
     return [f"{key}={value} in a config file has no effect here: {_replaced(key)}" for key, value in shown.items()]
 
 
 def _replaced(key: str) -> str | None:
-    """What replaces a setting of Hydra's, or a group of them; None for any other setting."""
+    """Return the replacement for a setting of Hydra's, or for a group of them; None for any other setting."""
     names = key.replace("/", ".").split(".")
     return REPLACED.get(".".join(names[:2])) or REPLACED.get(".".join(names[:3]))
 
@@ -95,7 +99,7 @@ def _not_parsed(error: OverrideParseException) -> str:
 
 
 def _siblings(key: str, config: DictConfig | None) -> list[str]:
-    """The valid names for the last part of the dotted `key`."""
+    """Return the valid names for the last part of the dotted `key`."""
     parent = key.rpartition(".")[0]
     hint = type_of(parent) if parent else Command
     if isinstance(hint, type) and is_dataclass(hint):
@@ -105,7 +109,7 @@ def _siblings(key: str, config: DictConfig | None) -> list[str]:
 
 
 def explain(error: Exception, override: str | None, config: DictConfig | None) -> str:
-    """One line for an error of a composition.
+    """Explain an error of a composition in one line.
 
     Args:
         error: what Hydra or OmegaConf raised.
@@ -130,7 +134,7 @@ def explain(error: Exception, override: str | None, config: DictConfig | None) -
         return _invalid(str(cause.full_key), override, cause)
     if match := re.search(r"In '(.+?)': \w+ raised while composing config:\n(.+)\n\s+full_key: (\S+)", str(error)):
         file, message, key = match.groups()
-        if instead := _replaced(key):  # an option of a plugin of Hydra's
+        if instead := _replaced(key):  # an option of a Hydra plugin
             return f"{file}.yaml: {key} has no effect here: {instead}"
         if message.startswith("Key ") and "not in " in message:
             options = _siblings(key, config)
@@ -143,12 +147,12 @@ def explain(error: Exception, override: str | None, config: DictConfig | None) -
 
 
 def _key(override: str) -> str:
-    """The dotted key that `override` sets."""
+    """Return the dotted key that `override` sets."""
     return override.partition("=")[0].lstrip("+~")
 
 
 def _too_large(error: OverflowError, override: str | None) -> str:
-    """For a whole number where the schema has a float, which OmegaConf converts without a check."""
+    """Explain an integer too large for a float setting, which OmegaConf converts without a check."""
     found = re.search(r"full_key: (\S+)", str(error))
     key = found.group(1) if found else "a number in it"
     where = key if override is None else override if _key(override).startswith(key) else f"{override}: {key}"
@@ -169,7 +173,7 @@ def _no_such_option(error: MissingConfigException, override: str | None) -> str:
     where = f"{file}.yaml: " if file and file != "config" else ""
     if override:
         where = "" if override.lstrip("+~").startswith(group) else f"{override}: "
-    if instead := _replaced(group):  # a plugin of Hydra's, which may not even be installed
+    if instead := _replaced(group):  # a Hydra plugin, which may not be installed
         return f"{where}{group}={option} has no effect here: {instead}"
     options = sorted(str(name) for name in error.options or [])
     if not options:
@@ -181,7 +185,7 @@ def _no_such_option(error: MissingConfigException, override: str | None) -> str:
 
 
 def _searched(error: MissingConfigException, group: str) -> list[str]:
-    """List the directories in which Hydra has looked for an option."""
+    """List the directories in which Hydra looked for an option."""
     found = re.findall(r"path=(?:file://)?(/\S+)", str(error))
     return [f"{directory}/{group}" for directory in dict.fromkeys(found)] or ["conf"]
 
@@ -206,13 +210,13 @@ def _unknown(cause: OmegaConfBaseException, override: str | None, config: DictCo
 
 
 def _known_elsewhere(key: str) -> str:
-    """Return ` (here it is 'train.clip_norm')` for what other trainers call by the last word of `key`."""
+    """Return ` (here it is 'train.clip_norm')` if the last word of `key` is another trainer's name for a setting."""
     known = OF_OTHERS.get(key.rpartition(".")[2])
     return f" (here it is {known!r})" if known and known != key else ""
 
 
 def _below_a_value(override: str, config: DictConfig) -> str | None:
-    """One line for an override of something below one value, such as `train.steps.x`; None for any other."""
+    """Return one line for an override below a single value, such as `train.steps.x`; None for any other."""
     names = _key(override).split(".")
     for count in range(1, len(names)):
         value = OmegaConf.select(config, ".".join(names[:count]))
@@ -222,13 +226,13 @@ def _below_a_value(override: str, config: DictConfig) -> str | None:
 
 
 def _not_a_dictionary(override: str, key: str) -> str:
-    """For an override of something below `key`, which is one value."""
+    """Return one line for an override below `key`, which is a single value."""
     allowed = expected(key)
     return f"{override}: {key} is one value{f', {allowed},' if allowed else ''} with no options below it: set {key}=..."
 
 
 def _elsewhere(name: str, config: DictConfig) -> str:
-    """` (did you mean 'train.steps'?)` for a name that exists in another section."""
+    """Return ` (did you mean 'train.steps'?)` for a name that exists in another section, else an empty string."""
     found = [
         f"{group}.{name}"
         for group in sorted(field.name for field in fields(Command))
@@ -251,14 +255,14 @@ def _invalid(key: str, override: str | None, cause: OmegaConfBaseException) -> s
 
 
 Check = Callable[[DictConfig], list[str]]
-Found = tuple[dict[str, str], set[str], DictConfig]  # a line for each wrong override, its groups, a config without it
+Found = tuple[dict[str, str], set[str], DictConfig]  # lines by wrong override, their groups, a config without them
 
 
 class Diagnosis:
-    """Finds every config error among overrides that do not compose.
+    """Find every config error among overrides that do not compose.
 
     Args:
-        tree: that they are composed from.
+        tree: the config tree.
         compose: overrides -> Hydra's config; raises one of `ERRORS`.
         check: Hydra's config -> the errors of its values; raises one of `ERRORS`, or UserError for missing values.
     """
@@ -269,7 +273,7 @@ class Diagnosis:
         self.check = check
 
     def config_errors(self, overrides: Sequence[str], error: Exception) -> tuple[dict[str, str], list[str]]:
-        """One line for each override that is wrong, and the lines of other errors.
+        """Return one line for each wrong override, by override, and the lines of other errors.
 
         Args:
             overrides: of the command.
@@ -283,19 +287,19 @@ class Diagnosis:
             return {}, [explain(broken if not overrides else error, None, None)]
         try:
             wrong = self._value_errors(config, failed)
-        except ERRORS as unresolved:  # which composes, such as a reference to nothing
+        except ERRORS as unresolved:  # composes, but does not resolve, such as a reference to a missing key
             try:
                 found, failed, config = self._search(choices, values, self.check)
                 wrong = self._value_errors(config, failed)
             except ERRORS:
                 return found, [explain(unresolved, None, None)]
-        if not found and not wrong:  # an error of what only Hydra sets, such as a reference to all overrides
+        if not found and not wrong:  # an error in what only Hydra sets, such as a reference to all overrides
             with contextlib.suppress(*ERRORS):
                 found, failed, config = self._compose_each([*choices, *values], self.check)
         return found, wrong if found or wrong else [explain(error, None, config)]
 
     def _search(self, choices: Sequence[str], values: Sequence[str], check: Check) -> Found:
-        """Leave out the overrides that raise an error, with one composition if they are not choices of options.
+        """Find the overrides that raise an error. Those that do not choose options share one composition.
 
         Args:
             choices: overrides that choose options.
@@ -325,7 +329,7 @@ class Diagnosis:
         return found, failed, config
 
     def _compose_each(self, overrides: Sequence[str], check: Check) -> Found:
-        """See `_search`; with a composition for each."""
+        """Find the overrides that raise an error, as `_search` does, with one composition for each."""
         found, failed, kept = dict[str, str](), set[str](), list[str]()
         config = self._checked(self.compose([]), check)
         for override in overrides:
@@ -340,17 +344,17 @@ class Diagnosis:
         return found, failed, config
 
     def _checked(self, config: DictConfig, check: Check) -> DictConfig:
-        """`config` after a check; a value that is missing may be set by the next override."""
+        """Check `config` and return it. Ignore missing values, which the next override may set."""
         with contextlib.suppress(UserError):
             check(config)
         return config
 
     def _may_follow(self, override: str, failed: set[str]) -> bool:
-        """Whether an error of a value may only follow from a choice that failed."""
+        """Return whether an error of a value may only follow from a choice that failed."""
         return not self.tree.group_of(override) and (_head(override.lstrip("+~")) in failed or "experiment" in failed)
 
     def _not_an_option(self, error: Exception, override: str) -> str | None:
-        """One line for a choice from a group that is no name (`optimizer=null`); None for any other error."""
+        """Return one line for a choice that is not a name (`optimizer=null`); None for any other error."""
         group = self.tree.group_of(override)
         if not group or not (isinstance(error, TypeError) or "Config group override must be" in str(error)):
             return None
@@ -359,7 +363,7 @@ class Diagnosis:
         return f"{override}: choose an option of {group}{unset}; the options are {', '.join(options)}"
 
     def _value_errors(self, config: DictConfig, failed: set[str]) -> list[str]:
-        """Errors of the values in what does compose, except those that may follow from a failed choice."""
+        """Return the errors of the values that compose, except those that may follow from a failed choice."""
         unsure = failed | ({"data", "sampler", "phases", "model", "optimizer"} if failed else set())
         try:
             found = self.check(config)

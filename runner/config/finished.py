@@ -1,4 +1,4 @@
-"""Whether a run has finished by what its config asks for now: all its steps, or an end before them that still holds."""
+"""Decide whether a run has finished by its current config: all steps are done, or an earlier end still holds."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from runner.rundir.paths import RunDir
 def has_finished(run: RunDir, config: Config, finish: Finish | None = None) -> bool:
     """Return whether nothing is left to train.
 
-    An end before the last step holds as long as the config causes it: early stopping by the evaluations that are
-    recorded, or the callback that asked for it, with the same options.
+    An end before the last step holds as long as the config still causes it: early stopping by the recorded evaluations,
+    or the callback that asked for it, with unchanged options.
 
     Args:
         run: the run directory.
-        config: what the run is to be.
+        config: the current config of the run.
         finish: its completion mark; None: read it.
 
     Raises:

@@ -1,9 +1,9 @@
-"""A branch of another run: what its config says of its trunk, and the plan that it trains by.
+"""Plan the training of a branch, from what its config records about its trunk.
 
-The frozen config of a branch has the values that the user asked for, and under `fork.was` those of the trunk that they
-replace. What is trained is the trunk's plan up to the step of the fork and the branch's from there on: weights,
-temperature and learning rate are changed by phases, so that the branch is, bit for bit, the run that had been planned
-with these phases from its start.
+The frozen config of a branch has the values that the user asked for. `fork.was` has the trunk's values that they
+replace. Training follows the trunk's plan up to the step of the fork, and the branch's plan from there on. Phases
+change the weights, the temperature and the learning rate at that step. So the branch is, bit for bit, the run that
+would have been planned with these phases from its start.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from runner.config.schema import Config, phase_schedule, source_weights
 
 NO_FORK: dict[str, Any] = {"run": None, "step": None, "digest": None, "seed": None, "was": {}, "trunk": {}}
 NAME = "fork"
-"""Of the phase that begins at the step of the fork, if the branch has none of its own there."""
+"""The name of the phase that begins at the step of the fork, unless the branch defines one there."""
 
 
 def replaced_values(trunk: Mapping[str, Any], branch: Mapping[str, Any]) -> dict[str, Any]:
-    """For `fork.was`: what the branch changes, as far as it can change the result, as the trunk has it; by dotted key.
+    """Return the trunk's values that the branch changes and that can change the result, by dotted key, for `fork.was`.
 
     Args:
-        trunk, branch: resolved configs.
+        trunk: its resolved config.
+        branch: its resolved config.
     """
     old, new = ({key: value for key, value in plain.items() if key != "fork"} for plain in (trunk, branch))
     changed = [change for change in differences(old, new) if change.kind != "free"]
@@ -35,7 +36,7 @@ def replaced_values(trunk: Mapping[str, Any], branch: Mapping[str, Any]) -> dict
 
 
 def _first_absent(node: Any, key: str) -> str:
-    """The beginning of a dotted key from which on `node` has nothing; all of it if it is there."""
+    """Return the shortest prefix of a dotted key that `node` lacks; the whole key if `node` has it."""
     path = key.split(".")
     for number, name in enumerate(path, start=1):
         if not isinstance(node, dict) or name not in node:
@@ -45,7 +46,7 @@ def _first_absent(node: Any, key: str) -> str:
 
 
 def trunk_values(branch: Mapping[str, Any]) -> dict[str, Any]:
-    """The resolved config of a branch with the trunk's values in place of those that it changed.
+    """Return the resolved config of a branch with the trunk's values in place of the changed ones.
 
     A trunk that is itself a branch has its own entries under `fork`.
     """
@@ -65,15 +66,15 @@ def trunk_values(branch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def planned(branch: Config, trunk: Config) -> Config:
-    """What a branch trains by.
+    """Return the config that a branch trains by.
 
-    The order of samples keeps the trunk's seed, and the learning rate the trunk's base where a phase can scale it.
-    Everything else that the branch changed is as the branch has it, and `fork.was` has what no phase changes; with that
-    of the trunk, if the trunk is a branch that begins at the very same step.
+    The order of samples keeps the trunk's seed. The learning rate keeps the trunk's base if a phase can scale it.
+    Everything else that the branch changed is as in the branch. `fork.was` has the values that no phase changes. If the
+    trunk is a branch that begins at the very same step, they include the trunk's.
 
     Args:
-        branch: as frozen.
-        trunk: what the trunk trains by, from the branch's config with the trunk's values.
+        branch: its frozen config.
+        trunk: the config that the trunk trains by, made from the branch's config with the trunk's values.
     """
     step = branch.fork.step
     assert step is not None
@@ -96,7 +97,7 @@ def planned(branch: Config, trunk: Config) -> Config:
             then.lr_scale,
         ):
             phases[_free_name(names.get(start, NAME), phases)] = phase
-    # A source that is new has had no share until now.
+    # A new source had no share before the fork.
     weights = {name: source_weights(trunk).get(name, 0.0) for name in sources}
     sampler = replace(branch.sampler, weights=weights, temperature=trunk.sampler.temperature)
     sampler.options.update(branch.sampler.options)
@@ -109,7 +110,7 @@ def planned(branch: Config, trunk: Config) -> Config:
 
 
 def _lr_scale(trunk: Config, branch: Config) -> float | None:
-    """The factor by which the branch changes the learning rate, if it does and a phase can do it."""
+    """Return the factor by which the branch scales the learning rate; None if no phase can do that."""
     old, new = trunk.optimizer.get("lr"), branch.optimizer.get("lr")
     if old == new or not (_is_rate(old) and _is_rate(new)) or branch.optimizers:
         return None

@@ -1,4 +1,4 @@
-"""The frozen config of a run directory, `config.yaml`: resolved, and readable without the config tree or Hydra."""
+"""Read and write the frozen config of a run, `config.yaml`: resolved, readable without the config tree or Hydra."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from runner.errors import RunDirError, refuse
 from runner.rundir.paths import RunDir
 from runner.system import files
 
-# What OmegaConf may raise: it lets some mistakes through to Python and to the YAML reader.
+# OmegaConf leaves some mistakes to Python and to the YAML reader, which raise their own errors.
 READ_ERRORS = (OmegaConfBaseException, ValueError, TypeError, AttributeError, OverflowError, yaml.YAMLError)
 
 _hints = cache(get_type_hints)
@@ -42,7 +42,10 @@ _TEXTS: dict[tuple[str, str], str] = {}
 
 @cache
 def schema(kind: type = Config) -> DictConfig:
-    """The types and defaults of a config, for merging values into a copy; `Replaceable` groups take further keys."""
+    """Return the types and defaults of a config, to merge values into a copy.
+
+    `Replaceable` groups accept further keys.
+    """
     made: DictConfig = OmegaConf.structured(kind)
     for name, hint in get_type_hints(kind).items():
         if isinstance(hint, type) and issubclass(hint, Replaceable):
@@ -51,12 +54,12 @@ def schema(kind: type = Config) -> DictConfig:
 
 
 def to_yaml(plain: dict[str, Any]) -> str:
-    """The text of `config.yaml` for a resolved config."""
+    """Return the text of `config.yaml` for a resolved config."""
     return "".join(_section_text(name, value) for name, value in plain.items())
 
 
 def _section_text(name: str, value: Any) -> str:
-    """The lines of one section; the runs of a sweep share most of them."""
+    """Return the text of one section. It is cached, because the runs of a sweep share most sections."""
     key = name, repr(value)
     if key not in _TEXTS:
         if len(_TEXTS) == CACHED:
@@ -66,7 +69,7 @@ def _section_text(name: str, value: Any) -> str:
 
 
 def load_plain(run_dir: Path) -> dict[str, Any]:
-    """The frozen config of a run as plain values.
+    """Return the frozen config of a run as plain values.
 
     Raises:
         RunDirError: it is missing or cannot be read.
@@ -74,11 +77,11 @@ def load_plain(run_dir: Path) -> dict[str, Any]:
     run = RunDir(run_dir)
     try:
         text = files.read_regular(run.config, limit=MAX_BYTES).decode()
-        # Over the schema's defaults, so that an option added since then has its default.
+        # Merged into the schema, so that an option added since then has its default.
         return _by_section(text) or plain_values(OmegaConf.merge(schema(), _values_of_all_sections(text)))
     except FileNotFoundError:
         raise RunDirError(f"{run.config} is missing: {run_dir} is not a run directory") from None
-    except OSError as error:  # kept as the cause: one that may pass, such as EIO, decides nothing
+    except OSError as error:  # kept as the cause, because a transient error such as EIO decides nothing
         raise RunDirError(f"{run.config} cannot be read ({error.strerror or error})") from error
     except (*READ_ERRORS, AssertionError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
@@ -89,12 +92,12 @@ def load_plain(run_dir: Path) -> dict[str, Any]:
 
 
 def over_schema(values: dict[str, Any]) -> dict[str, Any]:
-    """Resolved values over the schema's types and defaults, section by section: the jobs of a sweep share most of them.
+    """Merge resolved values into the schema, section by section, because the jobs of a sweep share most sections.
 
     A user's primary config need not start from the schema.
 
     Raises:
-        READ_ERRORS: they do not fit.
+        READ_ERRORS: the values do not fit.
     """
     values, names = with_one_name(values), [field.name for field in fields(Config)]
     if sorted(values) == sorted(names):
@@ -112,9 +115,9 @@ def _values_of_all_sections(text: str) -> dict[str, Any]:
 
 
 def _by_section(text: str) -> dict[str, Any] | None:
-    """The values of a frozen config, merged into the schema one by one: the runs of a sweep share most of them.
+    """Return the values of a frozen config, merged into the schema by section. The runs of a sweep share most sections.
 
-    None if the text is not quite as it is written, or has errors.
+    Return None if the text differs from the form in which it is written, or has errors.
     """
     try:
         check_structure(text)
@@ -127,21 +130,21 @@ def _by_section(text: str) -> dict[str, Any] | None:
 
 @lru_cache(maxsize=CACHED)
 def _merged(text: str) -> tuple[str, Any]:
-    """The name of a section of a config, and its value over the schema's defaults."""
+    """Return the name of a config's section, and its value merged into the schema."""
     name, value = section(text)
     return name, plain_values(OmegaConf.merge(_section_schema(name), {name: value}))[name]
 
 
 @cache
 def _section_schema(name: str) -> DictConfig:
-    """The schema of one section."""
+    """Return the schema of one section."""
     (kept,) = (each for each in fields(Config) if each.name == name)
     only = field(default=kept.default) if kept.default is not MISSING else field(default_factory=kept.default_factory)
     return schema(make_dataclass("Part", [(name, get_type_hints(Config)[name], only)]))
 
 
 def holds(run_dir: Path, plain: dict[str, Any]) -> bool:
-    """Whether the frozen config of a run has exactly these values, written as they are written now."""
+    """Return whether the frozen config of a run has exactly these values, in the form in which they are written now."""
     try:
         return repr(read_plain(RunDir(run_dir).config)) == repr(plain)
     except (OSError, ValueError):
@@ -149,7 +152,7 @@ def holds(run_dir: Path, plain: dict[str, Any]) -> bool:
 
 
 def load(run_dir: Path) -> Config:
-    """The frozen config of a run; nodes with `_target_` stay plain dictionaries.
+    """Load the frozen config of a run; nodes with `_target_` stay plain dictionaries.
 
     Raises:
         UserError: it is missing, cannot be read, or does not fit the schema.
@@ -160,13 +163,13 @@ def load(run_dir: Path) -> Config:
 
 
 def trained(plain: dict[str, Any]) -> Config:
-    """What a run trains by: its config, and of a branch the trunk's up to the fork; see `runner.config.fork`."""
+    """Return the config that a run trains by. A branch follows its trunk's up to the fork; see `runner.config.fork`."""
     config = to_config(plain)
     return config if config.fork.run is None else planned(config, trained(trunk_values(plain)))
 
 
 def to_config(plain: dict[str, Any]) -> Config:
-    """The dataclasses for a resolved config that has been merged into the schema."""
+    """Convert a resolved config that has been merged into the schema to dataclasses."""
     config = _typed(Config, plain)
     assert isinstance(config, Config)
     return config
@@ -200,13 +203,13 @@ def _kind(hint: Any) -> str:
 
 
 def plain_values(config: DictConfig | ListConfig, resolve: bool = True) -> dict[str, Any]:
-    """`config` as dictionaries, lists and scalars, enums by name; empty if it is not a dictionary."""
+    """Return `config` as dictionaries, lists and scalars, with enums by name; empty if it is not a dictionary."""
     values = _without_tuples(OmegaConf.to_container(config, resolve=resolve, enum_to_str=True))
     return {str(key): value for key, value in values.items()} if isinstance(values, dict) else {}
 
 
 def _without_tuples(node: Any) -> Any:
-    """`node` with lists for tuples, which OmegaConf has from 2.4 on: a frozen config reads back equal."""
+    """Replace tuples, which OmegaConf returns from 2.4 on, with lists, so that a frozen config reads back equal."""
     if isinstance(node, dict):
         return {key: _without_tuples(value) for key, value in node.items()}
     return [_without_tuples(value) for value in node] if isinstance(node, list | tuple) else node

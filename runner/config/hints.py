@@ -1,4 +1,4 @@
-"""The types of the settings, as the schema gives them, and how they are called. Imports neither torch nor Hydra."""
+"""Look up the types of the settings in the schema, and describe them. Imports neither torch nor Hydra."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def without_none(hint: Any) -> tuple[Any, bool]:
 
 
 def expected(key: str) -> str:
-    """Describe what the schema allows for the dotted `key`; empty where it allows anything."""
+    """Describe what the schema allows for the dotted `key`; empty if it allows anything."""
     hint, optional = without_none(type_of(key))
     text = description(hint)
     return f"{text} or null" if text and optional else text
 
 
 def type_of(key: str) -> Any:
-    """Return the type that the schema gives the dotted `key`; None where it gives none."""
+    """Return the type of the dotted `key` in the schema; None if it has none."""
     hint: Any = Command
     for name in key.split("."):
         hint = without_none(hint)[0]
@@ -43,7 +43,7 @@ def type_of(key: str) -> Any:
 
 
 def description(hint: Any) -> str:
-    """Describe values of a type in words; empty where they may be anything."""
+    """Describe values of a type in words; empty if they may be anything."""
     if isinstance(hint, type) and issubclass(hint, Enum):
         return "one of " + ", ".join(member.name for member in hint)
     origin = get_origin(hint)

@@ -1,4 +1,4 @@
-"""Which values of a config identify a run, and how two configs differ. Plain dictionaries only."""
+"""Decide which values of a config identify a run, and how two configs differ. Plain dictionaries only."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 
 HASH_DIGITS = 8
 ABSENT = "(absent)"
-FILLED_IN = ("run.directory", "run.typed", "run.changed_by")  # these are no settings
+FILLED_IN = ("run.directory", "run.typed", "run.changed_by")  # not settings, but filled in
 MAX_NAME = 80
-MAX_GIVEN = 160  # with what the command sets: file systems allow 255 bytes
-# In the name of a run their values are clear without the key.
+MAX_GIVEN = 160  # characters of a name with the settings of the command; file systems allow 255 bytes
+# Keys that are left out of a run's name, because their values are clear alone.
 CLEAR_WITHOUT_KEY = ("sampler.kind", "scheduler.decay", "strategy")
-# Keys of paths, of which the last part is shown.
+# Keys of paths. A run's name shows the last part of the path.
 PATHS = (".path", "_dir")
 
-# Dotted keys, or prefixes that end in a dot. What cannot change the result of a run is not part of its identity.
+# Dotted keys, or prefixes that end in a dot, that cannot change the result of a run and are not part of its identity.
 FREE_KEYS = (
     "run.name",
     "run.dir",
@@ -52,8 +52,8 @@ FREE_KEYS = (
     "data.pin_memory",
     "data.cache_dir",
     "data.eval_sources.",
-    *("search.trials", "search.keep", "search.prune"),  # of a search, which no run has
-    "fork.run",  # where the trunk is; `fork.digest` tells what it is
+    *("search.trials", "search.keep", "search.prune"),  # of a search, which runs do not have
+    "fork.run",  # where the trunk is; `fork.digest` identifies it
     "init_from.run",  # likewise
     "fork.was.",
     "fork.trunk.",
@@ -62,9 +62,9 @@ FREE_KEYS = (
 SHAPE_KEYS = ("train.batch_size", "train.grad_accum_steps", "train.global_batch_size")
 # What determines the data order: a run accepts a change only with `run.allow_data_change=true`.
 DATA_KEYS = ("sampler.", "phases.", "data.sources.", "data.weights.")
-# The length belongs to the identity of a run only where something reads it: see `length_readers`.
+# The length is part of a run's identity only if a setting depends on it: see `length_readers`.
 LENGTH_KEYS = ("train.steps", "train.epochs")
-# What `runner resume` may change in a run although it changes the result; the run directory is then marked as edited.
+# Settings that change the result and that `runner resume` may change; the run directory is then marked as edited.
 EDIT_KEYS = (*LENGTH_KEYS, "run.threads")
 DEFAULT_STEPS = 300
 
@@ -83,7 +83,7 @@ class ConfigChange(NamedTuple):
 
 @lru_cache(maxsize=1 << 16)
 def kind_of(key: str) -> str:
-    """Return what changing this dotted key means for an existing run: `free`, `shape`, `data`, `edit` or `fixed`."""
+    """Return how a change of this dotted key affects an existing run: `free`, `shape`, `data`, `edit` or `fixed`."""
     if key.endswith(".cache_dir"):
         return "free"
     for kind, prefixes in (
@@ -98,14 +98,14 @@ def kind_of(key: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """`value` as a config would contain it."""
+    """Write `value` as in a config."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value. Lists and empty dictionaries are values."""
+    """Return dotted key -> value. Lists and empty dictionaries are values."""
     flat: dict[str, Any] = {}
     for name, value in node.items():
         key = f"{prefix}{name}"
@@ -117,20 +117,20 @@ def flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def identity(plain: dict[str, Any]) -> str:
-    """Eight hexadecimal digits of everything in a resolved config that can change the result.
+    """Return eight hexadecimal digits of everything in a resolved config that can change the result.
 
-    `FREE_KEYS` are left out, and how the global batch is split once `train.global_batch_size` is set. A path counts as
-    it was typed, and the length of the run where something reads it. So of two runs with the same identity, on the same
-    ranks and devices, the longer one begins with the records of the shorter one.
+    `FREE_KEYS` are excluded. Once `train.global_batch_size` is set, so is how the global batch is split. A path counts
+    as it was typed, and the length of the run only if a setting depends on it. So of two runs with the same identity,
+    on the same ranks and devices, the longer one begins with the records of the shorter one.
     """
     flat = identifying_values(plain)
-    # The seeded mixture draws from its sources in the order in which they are listed.
+    # Sorted keys would hide the order of the sources, which decides what the seeded mixture draws.
     flat["data.sources in order"] = list(plain["data"]["sources"])
     return digest_of(flat)
 
 
 def identifying_values(plain: dict[str, Any]) -> dict[str, Any]:
-    """Dotted key -> value of everything that can change the result."""
+    """Return dotted key -> value of everything that can change the result."""
     changing = _changing(plain)
     typed = typed_values(plain).items()
     flat = {key: value for key, value in typed if kind_of(key) != "free" or key.startswith(changing)}
@@ -147,7 +147,7 @@ def identifying_values(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def typed_values(plain: dict[str, Any]) -> dict[str, Any]:
-    """Dotted key -> value, with each path as it was typed: where the command was given does not change it."""
+    """Return dotted key -> value, with each path as it was typed, so that the command's directory does not matter."""
     typed = plain["run"].get("typed")
     if not typed:
         return flatten(plain)
@@ -164,10 +164,9 @@ def typed_values(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def length_readers(plain: dict[str, Any]) -> list[str]:
-    """Return the keys of the schedules that follow the length of the run: they decay, and no `total_steps` says when.
+    """Return the keys of the schedules that depend on the length of the run: they decay without a `total_steps`.
 
-    A class or function of the user's gets the length only where a config interpolates it, and then it is one of its
-    options.
+    A user's class or function gets the length only if a config interpolates it into one of its options.
     """
     run, nodes = plain["scheduler"], plain["optimizers"].values()
     own = {
@@ -185,12 +184,12 @@ def _follows_length(scheduler: dict[str, Any]) -> bool:
 
 
 def evaluation_digest(plain: dict[str, Any]) -> str:
-    """Eight hexadecimal digits of everything in a resolved config that decides what an evaluation computes."""
+    """Return eight hexadecimal digits of everything in a resolved config that decides what an evaluation computes."""
     return digest_of(evaluation_values(plain))
 
 
 def evaluation_values(plain: dict[str, Any]) -> dict[str, Any]:
-    """Dotted key -> value of everything in a config that decides what an evaluation computes."""
+    """Return dotted key -> value of everything in a config that decides what an evaluation computes."""
     prefixes = ("eval.", "data.eval_sources.", "data.collate.")
     flat = {key: value for key, value in typed_values(plain).items() if key.startswith(prefixes)}
     others = (".every_steps", ".every_epochs", ".at_start", ".at_end", ".cache_dir")
@@ -200,13 +199,16 @@ def evaluation_values(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def result_values(plain: dict[str, Any]) -> dict[str, Any]:
-    """Dotted key -> value of what decides a run's results without being part of what it is: evaluations, its end."""
+    """Return dotted key -> value of the settings that decide a run's results but not its identity.
+
+    They are the settings of evaluations and of the end of the run.
+    """
     ends = {key: value for key, value in flatten(plain).items() if key.startswith("early_stopping.")}
     return {**ends, **evaluation_values(plain)}
 
 
 def canonical(node: Any) -> str:
-    """Write nested values as a text in which the order of keys, of whatever types, makes no difference."""
+    """Write nested values as text that does not depend on the order of keys of any type."""
     if isinstance(node, dict):
         return "{" + ", ".join(sorted(f"{key!r}: {canonical(value)}" for key, value in node.items())) + "}"
     if isinstance(node, list | tuple):
@@ -221,9 +223,9 @@ def digest_of(values: Any) -> str:
 
 
 def differences(frozen: dict[str, Any], new: dict[str, Any]) -> list[ConfigChange]:
-    """Return what `new` would change in `frozen`, ordered by dotted key, including keys that one of them lacks.
+    """Return the changes from `frozen` to `new`, ordered by dotted key, including keys that one of them lacks.
 
-    A path that was typed the same, in another directory, is a change of kind `moved`.
+    A path that was typed the same in another directory is a change of kind `moved`.
     """
     old_flat, new_flat = flatten(frozen), flatten(new)
     old_typed, new_typed = typed_paths(frozen), typed_paths(new)
@@ -237,7 +239,7 @@ def differences(frozen: dict[str, Any], new: dict[str, Any]) -> list[ConfigChang
         kind = "fixed" if key.startswith((*_changing(frozen), *_changing(new))) else kind_of(key)
         if key in old_typed and key in new_typed:
             if old_typed[key].absolute == new_typed[key].absolute:
-                continue  # it did not exist, and so was not seen to be a path, when one of them was frozen
+                continue  # when one of them was frozen it did not exist, and so was not known to be a path
             if old_typed[key].text == new_typed[key].text:
                 kind = "moved"
         found.append(ConfigChange(key, old, value, kind))
@@ -245,19 +247,19 @@ def differences(frozen: dict[str, Any], new: dict[str, Any]) -> list[ConfigChang
 
 
 def _changing(plain: dict[str, Any]) -> tuple[str, ...]:
-    """The prefixes of the callbacks that change what is trained."""
+    """Return the key prefixes of the callbacks that change what is trained."""
     return tuple(f"callbacks.{name}." for name in plain.get("run", {}).get("changed_by") or ())
 
 
 class TypedPath(NamedTuple):
-    """A path as it was typed, and what that means in the directory of the command."""
+    """A path as it was typed, and its meaning in the directory of the command."""
 
-    text: Any  # or a list
+    text: Any  # a text or a list of texts
     absolute: Any
 
 
 def typed_paths(plain: dict[str, Any]) -> dict[str, TypedPath]:
-    """Dotted key -> the path there, for each that was typed relative to the directory of the command."""
+    """Return dotted key -> path, for each path that was typed relative to the directory of the command."""
     run = plain.get("run", {})
     base = str(run.get("directory") or "")
     found = {}
@@ -269,7 +271,7 @@ def typed_paths(plain: dict[str, Any]) -> dict[str, TypedPath]:
 
 
 def _is_emptied_dict(key: str, old: Any, new: Any, old_flat: dict[str, Any], new_flat: dict[str, Any]) -> bool:
-    """Whether `key` is an empty dictionary on one side only, so that its entries are listed instead."""
+    """Return whether `key` is an empty dictionary on one side only, so that its entries are listed instead."""
     if old == {} and new is ABSENT:
         return any(other.startswith(f"{key}.") for other in new_flat)
     if new == {} and old is ABSENT:
@@ -280,13 +282,13 @@ def _is_emptied_dict(key: str, old: Any, new: Any, old_flat: dict[str, Any], new
 def readable_name(
     title: str, base: dict[str, Any], plain: dict[str, Any], given: Sequence[str] = (), options: Sequence[str] = ()
 ) -> str:
-    """`title`, then the values in which `plain` differs from `base` or that were given, then the seed.
+    """Return `title`, then the values in which `plain` differs from `base` or that were given, then the seed.
 
     Args:
         title: the name of the experiment or of the data option.
         base: resolved config of that experiment and data option alone.
         plain: resolved config of the run.
-        given: keys that the command sets, perhaps to what they are anyway: another job may set another value.
+        given: keys that the command sets, even to their usual value: another job may set another value.
         options: of groups that the command chooses, likewise.
     """
     flat = identifying_values(plain)
@@ -294,7 +296,7 @@ def readable_name(
     values = {**changed, **{key: flat[key] for key in given if key in flat}}
     own, usual = {key for key in given if key in flat}, flatten(base)
     parts: dict[str, str] = {}
-    for key in sorted(values, key=lambda key: (key not in own, key)):  # what was given must not lack room
+    for key in sorted(values, key=lambda key: (key not in own, key)):  # given values first, while there is room
         is_usual = _is_left_out(key, values[key]) or values[key] == usual.get(key, ABSENT)
         if key == "seed" or values[key] == {} or (key not in own and is_usual):
             continue
@@ -312,13 +314,13 @@ def readable_name(
 
 
 def _is_left_out(key: str, value: Any) -> bool:
-    if key == "init_from.strict" and value:  # a base that does not start warm has no such value
+    if key == "init_from.strict" and value:  # without a warm start, the base has no such value
         return True
     return value is None or value is ABSENT or isinstance(value, dict | list)
 
 
 def _part_of_name(key: str, value: Any) -> str:
-    """A key and its value, or only the value where that is clear, as a part of a file name."""
+    """Return a key and its value as a part of a file name, or only the value if that is clear alone."""
     if key.endswith("_target_"):
         return _slug(as_text(value).rpartition(".")[2])
     if key in ("init_from.path", "init_from.digest"):

@@ -1,4 +1,4 @@
-"""What people tell runs apart by: tags, notes, and the settings in which runs differ."""
+"""Collect the labels of runs: tags, notes, and the settings in which runs differ."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _BELOW_NAMES = (
     "phases.",
     "user.",
 )
-"""Settings whose last word alone says little: they are named with the one before it."""
+"""Settings whose last word alone is unclear: their names include the word before it."""
 
 
 def labels(run: RunDir) -> tuple[list[str], list[str]]:
-    """Return the tags and the notes of a run; a config that cannot be parsed has none.
+    """Return the tags and the notes of a run. A config that cannot be parsed has none.
 
     Raises:
         OSError: they cannot be read.
@@ -41,11 +41,13 @@ def labels(run: RunDir) -> tuple[list[str], list[str]]:
 
 
 def telling(settings: Sequence[Mapping[str, Any]], most: int = 4) -> list[str]:
-    """Return settings that tell runs apart, those with most values first; of several that differ alike, one.
+    """Return the settings that distinguish runs, those with most values first.
+
+    Of settings that differ alike, return one.
 
     Args:
-        settings: of each run, by dotted key; a run without any is left out.
-        most: how many to return at most.
+        settings: dotted key -> value of each run; a run without any is left out.
+        most: the maximum number to return.
     """
     known = [each for each in settings if each]
     if len(known) < 2:
@@ -67,11 +69,11 @@ def telling(settings: Sequence[Mapping[str, Any]], most: int = 4) -> list[str]:
 
 
 def short_names(keys: Sequence[str], taken: Collection[str]) -> dict[str, str]:
-    """Return the last words of dotted keys, as many as say what they are, and tell them apart.
+    """Return the shortest ends of dotted keys that are clear and distinct.
 
     Args:
         keys: of the settings.
-        taken: names that others have.
+        taken: names that are already used.
     """
     found = {}
     for key in keys:

@@ -1,6 +1,6 @@
-"""The options of optimizers: `optimizer`, or several under `optimizers`, and the groups of parameters in them.
+"""Check the options of optimizers: `optimizer`, or several under `optimizers`, and their groups of parameters.
 
-Whether a pattern matches a parameter, and which options an optimizer has, is known only once there is a model: see
+Whether a pattern matches a parameter, and which options an optimizer has, is known only with a model: see
 `runner.training.model.parameters`.
 """
 
@@ -25,24 +25,24 @@ SINGLE = "optimizer"
 OURS = "runner.training.optim.AdamW"
 KNOWN = (OURS, "torch.optim.AdamW", "torch.optim.SGD")
 OWN_KEYS = ("match", "groups", "scheduler")
-"""Keys of one of several optimizers that are not arguments of its class; a single one has `groups` only."""
+"""Keys of one of several optimizers that are not arguments of its class. A single optimizer has only `groups`."""
 
 
 def optimizer_nodes(optimizer: dict[str, Any], several: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The node of each optimizer by name: those of `optimizers`, or else `optimizer` under the name `SINGLE`."""
+    """Return the node of each optimizer by name: those of `optimizers`, or else `optimizer` under the name `SINGLE`."""
     return dict(several) if several else {SINGLE: optimizer}
 
 
 def key_of(name: str, several: Mapping[str, Any]) -> str:
-    """The config's key of an optimizer, for messages."""
+    """Return the config key of an optimizer, for messages."""
     return f"optimizers.{name}" if several else SINGLE
 
 
 def scheduler_of(key: str, node: Mapping[str, Any], run: SchedulerConfig) -> tuple[str, SchedulerConfig]:
-    """The scheduler of one of several optimizers and the config's key of it: its own, or else the run's.
+    """Return the config key and the options of an optimizer's scheduler: its own, or else the run's.
 
     Raises:
-        ScheduleError: its own has an option of another kind.
+        ScheduleError: an option of its own scheduler has the wrong type.
     """
     if node.get("scheduler") is None:
         return "scheduler", run
@@ -55,7 +55,7 @@ def optimizer_errors(
     steps: int | None,
     phases: Mapping[str, Phase],
 ) -> Iterator[str]:
-    """A line for each error of the optimizers, as far as it can be seen without the model."""
+    """Yield a line for each error of the optimizers that can be found without the model."""
     if not several and not optimizer.get("_target_"):
         yield "optimizer._target_ is missing: choose an optimizer, for example optimizer=adamw"
     for name, node in optimizer_nodes(optimizer, several).items():
@@ -73,7 +73,7 @@ def optimizer_errors(
 def _own_errors(
     name: str, key: str, node: dict[str, Any], steps: int | None, phases: Mapping[str, Phase]
 ) -> Iterator[str]:
-    """Errors of what only one of several optimizers has: a name, a match, a scheduler."""
+    """Yield errors of the entries that only several optimizers have: a name, a match, a scheduler."""
     if not str(name).isidentifier():
         yield f"{key}: the name of an optimizer must be an identifier, such as that of a submodule"
     if "match" in node:
@@ -93,7 +93,7 @@ def _own_errors(
 
 
 def _value_errors(key: str, node: Mapping[str, Any]) -> Iterator[str]:
-    """Options that the optimizers of torch share, where `node` has them."""
+    """Yield errors of the options that torch's optimizers share, if `node` has them."""
     for name in ("lr", "weight_decay", "eps", "momentum"):
         if not is_finite(value := node.get(name, 0.0)) or value < 0:
             yield f"{key}.{name}={value} must be a finite number, 0 or more"
@@ -126,7 +126,7 @@ def _group_errors(key: str, groups: Any, known: bool) -> Iterator[str]:
             yield f"{where} changes nothing: give it an option of the optimizer, such as lr, or freeze: true"
         if "params" in options:
             yield f"{where}.params is for the optimizer itself: name parameters with match"
-        # What other classes call eps or betas may be something else.
+        # In other classes, eps or betas may mean something else.
         yield from _value_errors(where, options if known else {n: options[n] for n in ("lr",) if n in options})
 
 
@@ -137,8 +137,8 @@ def _match_errors(key: str, match: Any) -> Iterator[str]:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether `value` is a finite number; true and false are none."""
+    """Return whether `value` is a finite number. Booleans are not numbers here."""
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer that no float can hold
+    except OverflowError:  # an integer too large for a float
         return False

@@ -1,7 +1,7 @@
-"""Relative paths in a config are resolved against the directory of the command, wherever the job then runs.
+"""Resolve relative paths in a config against the directory of the command, wherever the job then runs.
 
-The config keeps both: the absolute path, which the job reads, and under `run.typed` what was typed, by which the run is
-identified. So a path means the same run whether or not it exists yet.
+The config keeps the absolute path, which the job reads, and under `run.typed` the path as it was typed, which
+identifies the run. So a path means the same run whether or not it exists yet.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any
 
 from runner.system import files
 
-# Arguments of dataset classes that hold a path or a list of paths.
+# Dataset arguments with a path or a list of paths.
 PATH_KEYS = ("path", "paths", "file", "files", "folder", "directory", "root", "cache_dir")
-# Those that hold a path, or a word or text: a path only if that exists.
+# Dataset arguments with a path or other text: a path only if it exists.
 PATHS_OR_WORDS = ("tokenizer", "chat_template")
 
 
 def anchored(path: str, base: Path) -> str:
-    """`path` made absolute against `base`; `~` is the home directory."""
+    """Return `path` as an absolute path, resolved against `base`; `~` is the home directory."""
     return str(base / Path(path).expanduser())
 
 
 def anchor(plain: dict[str, Any], base: Path) -> None:
-    """Make the paths of a resolved config absolute, in place, and record the directory and what was typed.
+    """Make the paths of a resolved config absolute, in place. Record the directory and the paths as they were typed.
 
-    For a class of this package every value under a name in `PATH_KEYS` is a path. For a class of the user's it may
-    be something else (the name of a dataset on a hub), so there it is a path only if that exists; the identity of the
-    run does not depend on that.
+    For a class of this package, every value under a name in `PATH_KEYS` is a path. For a user's class it may be
+    something else, such as the name of a dataset on a hub, so it is a path only if that exists. The identity of the run
+    does not depend on that.
     """
     run, data = plain["run"], plain["data"]
     before = Path(run["directory"]) if run["directory"] else base
@@ -45,7 +45,7 @@ def anchor(plain: dict[str, Any], base: Path) -> None:
     for group in ("sources", "eval_sources", "loader"):
         for key, name, node, shipped in _paths(data[group], f"data.{group}", shipped=False):
             value, known = node[name], run["typed"].get(key)
-            if known is not None and value in (known, _absolute(known, before, shipped)):  # frozen, and not changed
+            if known is not None and value in (known, _absolute(known, before, shipped)):  # frozen and unchanged
                 typed[key], node[name] = known, _absolute(known, before, shipped)
                 continue
             node[name] = _absolute(value, base, shipped)
@@ -57,13 +57,13 @@ def anchor(plain: dict[str, Any], base: Path) -> None:
 
 
 def relocate(plain: dict[str, Any], run_dir: Path) -> None:
-    """Resolve the paths of a frozen config anew, in place, where its run was moved or copied together with its project.
+    """Resolve the paths of a frozen config again, in place, if the run was moved or copied together with its project.
 
-    That is so if the run directory lies in some directory as it did in that of its command, and every path that was
-    typed leads somewhere there.
+    That is assumed if the run directory has the same place relative to some directory as it had relative to the
+    command's, and every path that was typed exists relative to that directory.
     """
     run, base = plain["run"], None
-    with suppress(TypeError, ValueError):  # an old or edited config has no directory, or the run lay outside it
+    with suppress(TypeError, ValueError):  # an old or edited config has no directory, or the run was outside it
         inside = Path(run["dir"]).relative_to(run["directory"])
         if Path(run["dir"]) != run_dir and run_dir.parts[-len(inside.parts) :] == inside.parts:
             base = Path(*run_dir.parts[: -len(inside.parts)])
@@ -78,7 +78,7 @@ def relocate(plain: dict[str, Any], run_dir: Path) -> None:
 
 
 def _paths(node: Any, key: str, shipped: bool) -> Iterator[tuple[str, str, dict[str, Any], bool]]:
-    """(dotted key, its last part, the dictionary that has it, whether a class of this package takes it) of paths."""
+    """Yield (dotted key, last part, dictionary, whether a class of this package takes it) of each path."""
     if isinstance(node, list):
         for number, item in enumerate(node):
             yield from _paths(item, f"{key}.{number}", shipped)
@@ -95,7 +95,7 @@ def _paths(node: Any, key: str, shipped: bool) -> Iterator[tuple[str, str, dict[
 
 
 def _texts(value: Any) -> list[str]:
-    """The paths that a value holds; those on the network are none."""
+    """Return the paths in a value, without network paths."""
     values = value if isinstance(value, list) else [value]
     return [text for text in values if isinstance(text, str) and "://" not in text]
 

@@ -1,4 +1,4 @@
-"""config.yaml of a run as plain values, read quickly: by the YAML reader in C, without omegaconf."""
+"""Read a run's config.yaml as plain values, quickly: with the YAML reader in C, without omegaconf."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runner.system import files
 
 MAX_BYTES = 8 << 20  # room for 100,000 exclusions; most have a few thousand bytes
 MAX_DEPTH = 100
-CACHED = 1 << 14  # sections of configs, read or written
+CACHED = 1 << 14  # config sections kept in memory, read or written
 _NOT_OURS = re.compile(r"^(?!\w+:| |- |$)", re.MULTILINE)
 _TOP_LEVEL = re.compile(r"^(?=\w+:)", re.MULTILINE)
 _FLOAT = re.compile(
@@ -29,10 +29,10 @@ _FLOAT = re.compile(
 
 
 class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Reads as OmegaConf does: 1e-3 is a number, a date is text, and a key may be there once."""
+    """Reads YAML as OmegaConf does: 1e-3 is a number, a date is text, and duplicate keys are errors."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Called by PyYAML.
+        """Construct a dictionary; PyYAML calls this.
 
         Raises:
             ConstructorError: two keys are the same.
@@ -53,7 +53,7 @@ Loader.yaml_implicit_resolvers = {
 
 
 def read_plain(path: Path) -> dict[str, Any]:
-    """The values of a frozen config, as they were resolved.
+    """Return the resolved values of a frozen config.
 
     Raises:
         OSError: the file cannot be read.
@@ -70,9 +70,9 @@ def read_plain(path: Path) -> dict[str, Any]:
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """The values of a config as they are written; no others may be put into them.
+    """Return the values of a config as they are written. They are shared, so do not modify them.
 
-    Top-level entries are read one by one where that can be: the runs of a sweep share most of them.
+    Top-level entries are read one by one if possible, because the runs of a sweep share most of them.
 
     Raises:
         ValueError: it is not a frozen config.
@@ -92,10 +92,10 @@ def parsed(text: str) -> dict[str, Any]:
 
 
 def sections(text: str) -> list[str]:
-    """The top-level entries of a config, each a YAML of its own.
+    """Split a config into its top-level entries, each a YAML text.
 
     Raises:
-        ValueError: the text is not such as `runner.config.frozen.to_yaml` writes.
+        ValueError: the text does not have the form that `runner.config.frozen.to_yaml` writes.
     """
     if _NOT_OURS.search(text):
         raise ValueError("not written by this program")
@@ -104,10 +104,10 @@ def sections(text: str) -> list[str]:
 
 @lru_cache(maxsize=CACHED)
 def section(text: str) -> tuple[str, Any]:
-    """The name of a top-level entry, and its value.
+    """Return the name and the value of a top-level entry.
 
     Raises:
-        ValueError: there is not exactly one.
+        ValueError: there is not exactly one entry.
         YAMLError: it is not YAML.
     """
     ((name, value),) = yaml.load(text, Loader=Loader).items()
@@ -115,7 +115,7 @@ def section(text: str) -> tuple[str, Any]:
 
 
 def read_section(path: Path, name: str) -> Any:
-    """Read one top-level entry of a frozen config; None if there is none.
+    """Read one top-level entry of a frozen config; None if it is missing.
 
     Raises:
         OSError: the file cannot be read.
@@ -133,14 +133,14 @@ def read_section(path: Path, name: str) -> Any:
 
 
 def check_structure(text: str) -> None:
-    """Refuse what a frozen config never has, and what would cost the reader its stack, or hours.
+    """Refuse text that is never in a frozen config and could exhaust the reader's stack, or take hours.
 
     Raises:
-        ValueError: it refers to other parts of itself, or is nested too deeply.
+        ValueError: it has aliases, or is nested too deeply.
         YAMLError: it is not YAML.
     """
     if "&" not in text and "*" not in text and _is_shallow(text):
-        return  # without a look at each of its parts, which would take as long as reading them
+        return  # without scanning its tokens, which takes as long as reading it
     depth = 0
     for event in yaml.parse(text, Loader=Loader):
         if isinstance(event, yaml.AliasEvent):
@@ -151,31 +151,31 @@ def check_structure(text: str) -> None:
 
 
 def _is_shallow(text: str) -> bool:
-    """Whether it cannot be nested deeply: by the brackets and the indentations that there are."""
+    """Return whether the text is certainly not nested deeply, by its brackets and indentation."""
     flow = text.count("[") + text.count("{")
     block = max(len(line) - len(line.lstrip(" -?:")) for line in text.splitlines() or [""])
     return flow + block < MAX_DEPTH // 3
 
 
 def copied(node: Any) -> Any:
-    """`node` with dictionaries and lists of its own."""
+    """Copy the dictionaries and lists in `node`."""
     if isinstance(node, dict):
         return {name: copied(part) for name, part in node.items()}
     return [copied(part) for part in node] if isinstance(node, list) else node
 
 
 def escaped(node: Any) -> Any:
-    """Resolved values with `${` escaped, so that OmegaConf reads them back unchanged."""
+    """Escape `${` in resolved values, so that OmegaConf reads them back unchanged."""
     return _rewritten(node, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 
 
 def _unescaped(node: Any) -> Any:
-    """What `escaped` was given."""
+    """Undo `escaped`."""
     return _rewritten(node, lambda text: re.sub(r"((?:\\\\)*)\\\$\{", lambda m: m[1][::2] + "${", text))
 
 
 def _rewritten(node: Any, rewrite: Callable[[str], str]) -> Any:
-    """`node` with every string in it rewritten, those that are keys excepted."""
+    """Rewrite every string in `node` except keys."""
     if isinstance(node, dict):
         return {key: _rewritten(value, rewrite) for key, value in node.items()}
     if isinstance(node, list):

@@ -1,7 +1,7 @@
-"""What changes with the step: the phases of a curriculum, and the learning rate. Pure functions, without state.
+"""Compute what changes with the step: the phases of a curriculum, and the learning rate. Pure functions, without state.
 
-A *step index* s is the number of completed steps: the phase and the learning rate at s are those of the next step, so
-a run's first step has index 0. Nothing here imports torch.
+A *step index* s is the number of completed steps. The phase and the learning rate at s are those of the next step, so a
+run's first step has index 0. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from runner.bounds import MAX_COUNT, OTHERS, WEIGHT
 from runner.config.own_target import Replaceable, option_errors
 from runner.errors import UserError, nearest, refuse
 
-MAX_FACTOR = OTHERS["phases.NAME.lr_scale"].most  # of learning rates
+MAX_FACTOR = OTHERS["phases.NAME.lr_scale"].most  # the largest factor of a learning rate
 WARMUP_STEPS = 20  # if warmup_steps is not set
 WSD_DECAY_SHARE = 0.1  # of all steps, if decay_steps is not set
 
@@ -30,10 +30,10 @@ class Phase:
     """The weights, temperature and learning-rate scale from step index `start_step` until the next phase.
 
     Args:
-        start_step: The number of completed steps from which it is in force.
+        start_step: The number of completed steps at which the phase begins.
         weights: Weight by source name; a source that is not named keeps its base weight.
         temperature: The temperature of the mixture. null: sampler.temperature.
-        lr_scale: Factor of the learning rate, times that of the scheduler.
+        lr_scale: Factor of the learning rate, multiplied with the scheduler's.
     """
 
     start_step: int = 0
@@ -44,9 +44,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class PhaseState:
-    """What is in force at a step: a weight for every source (in the sources' order) and the rest.
+    """The settings in effect at a step: a weight for every source, in the sources' order, and the rest.
 
-    `name` is that of the phase, None before the first one.
+    `name` is the name of the phase, None before the first one.
     """
 
     weights: dict[str, Any]  # numbers, once the data are open (see `runner.config.schema.source_weights`)
@@ -56,12 +56,12 @@ class PhaseState:
 
     @property
     def weight_list(self) -> list[float]:
-        """The weights in the order of the sources, as the samplers take them."""
+        """Return the weights in the order of the sources, as the samplers take them."""
         return list(self.weights.values())
 
 
 def unreached_phases(phases: Mapping[str, Phase], steps: int) -> list[str]:
-    """A message for each phase that a run of `steps` steps ends before."""
+    """Return a message for each phase that would begin after a run of `steps` steps ends."""
     return [
         f"phases.{name}.start_step={phase.start_step} is never reached: the run ends after {steps} steps"
         for name, phase in phases.items()
@@ -70,13 +70,13 @@ def unreached_phases(phases: Mapping[str, Phase], steps: int) -> list[str]:
 
 
 class PhaseSchedule:
-    """Step index -> weights, temperature and learning-rate scale.
+    """The schedule of phases: step index -> weights, temperature and learning-rate scale.
 
-    A phase overrides the base, not the phase before it: what it does not set has its base value.
+    A phase overrides the base values, not the phase before it: a setting that it leaves out has its base value.
 
     Args:
         phases: by name, in any order.
-        base_weights: a weight for every source, in the order of the sources; empty where there is no mixture.
+        base_weights: a weight for every source, in the order of the sources; empty if there is no mixture.
         temperature: the base temperature.
 
     Raises:
@@ -102,13 +102,14 @@ class PhaseSchedule:
             self._states.append(PhaseState(weights, float(own), float(phase.lr_scale), name))
 
     def at(self, step: int) -> PhaseState:
-        """What is in force for the step that begins when `step` steps are complete."""
+        """Return the settings in effect for the step that begins when `step` steps are complete."""
         return self._states[sum(start <= step for start in self._starts)]
 
     def mixtures(self) -> list[tuple[int, PhaseState]]:
-        """The steps at which the weights or the temperature change, 0 included, and what is in force from each on.
+        """Return the steps at which the weights or the temperature change, and the settings from each of them on.
 
-        A phase that changes the learning rate only is not among them: it leaves the data order as it is.
+        Step 0 is included. A phase that changes only the learning rate is left out, because it does not affect the data
+        order.
         """
         found = [(0, self.at(0))]
         for start in self._starts:
@@ -119,7 +120,7 @@ class PhaseSchedule:
 
 
 def _weight(weight: Any) -> Any:
-    """A weight as a float, or what stands for it until the data are open."""
+    """Return a weight as a float, or its placeholder until the data are open."""
     return float(weight) if isinstance(weight, int | float) else weight
 
 
@@ -149,7 +150,7 @@ def _phase_errors(phases: Mapping[str, Phase], base: Mapping[str, float]) -> Ite
 
 
 def weight_errors(key: str, weights: Mapping[str, float], sources: Collection[str]) -> Iterator[str]:
-    """A line for each entry of the config's `key` that is not a source, or not a finite weight of 0 or more."""
+    """Yield a line for each entry of the config's `key` that is not a source, or not a finite weight of 0 or more."""
     for name, weight in weights.items():
         if name not in sources:
             known = ", ".join(sources) or "none"
@@ -159,7 +160,7 @@ def weight_errors(key: str, weights: Mapping[str, float], sources: Collection[st
 
 
 class Decay(Enum):
-    """The course of the learning rate after the warmup."""
+    """The shape of the learning rate after the warmup."""
 
     constant = "constant"
     linear = "linear"
@@ -170,7 +171,7 @@ class Decay(Enum):
 
 @dataclass
 class SchedulerConfig(Replaceable):
-    """The config group `scheduler`; see `learning_rate` for what None stands for.
+    """The config group `scheduler`; see `learning_rate` for the meaning of None.
 
     With `_target_` it is a function (step, **options) -> factor, or a class of torch.optim.lr_scheduler.
     """
@@ -183,22 +184,22 @@ class SchedulerConfig(Replaceable):
 
 
 def constant(progress: float) -> float:
-    """1 throughout."""
+    """Return 1 throughout."""
     return 1.0
 
 
 def linear(progress: float) -> float:
-    """From 1 to 0, linearly."""
+    """Decay from 1 to 0, linearly."""
     return 1.0 - progress
 
 
 def cosine(progress: float) -> float:
-    """Half a cosine wave from 1 to 0: Loshchilov and Hutter, SGDR (2017), equation 5, without restarts."""
+    """Decay from 1 to 0 by half a cosine wave: Loshchilov and Hutter, SGDR (2017), equation 5, without restarts."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def rex(progress: float) -> float:
-    """(1 - p) / (1/2 + (1 - p)/2): Chen, Wolfe and Kyrillidis, REX (2022), section 4."""
+    """Return (1 - p) / (1/2 + (1 - p)/2): Chen, Wolfe and Kyrillidis, REX (2022), section 4."""
     return (1.0 - progress) / (0.5 + 0.5 * (1.0 - progress))
 
 
@@ -213,11 +214,11 @@ CURVES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Step index -> factor of the base learning rate; depends on its arguments alone.
+    """The learning-rate schedule: step index -> factor of the base learning rate. It depends only on its arguments.
 
     During the first `warmup_steps` steps the factor is (s + 1) / warmup_steps, so no step is spent at 0. Then, with
-    progress p from 0 at the end of the warmup to 1 at `total_steps`, it is min_ratio + (1 - min_ratio) * curve(p),
-    and constant from `total_steps` on. `wsd` (warmup, stable, decay: Hu et al., MiniCPM, 2024) stays at 1 until
+    progress p from 0 at the end of the warmup to 1 at `total_steps`, it is min_ratio + (1 - min_ratio) * curve(p). From
+    `total_steps` on it is constant. `wsd` (warmup, stable, decay: Hu et al., MiniCPM, 2024) stays at 1 until
     `decay_steps` before the end and then decays linearly (Hägele et al., 2024, section 3).
 
     Args:
@@ -259,7 +260,7 @@ class LearningRate:
 
     @property
     def decay_start(self) -> int:
-        """The step index from which the factor decays."""
+        """Return the step index from which the factor decays."""
         if self.decay != "wsd":
             return self.warmup_steps
         length = self.decay_steps or max(1, round(self.total_steps * WSD_DECAY_SHARE))
@@ -276,9 +277,9 @@ class LearningRate:
 
 
 def learning_rate(options: SchedulerConfig, steps: int) -> LearningRate:
-    """Return the schedule of a run of `steps` steps, which it follows to the end unless `total_steps` is set.
+    """Return the schedule of a run of `steps` steps. It ends with the run unless `total_steps` is set.
 
-    A `warmup_steps` of None is `WARMUP_STEPS`, or all steps but one of a shorter schedule that decays. A constant
+    A `warmup_steps` of None means `WARMUP_STEPS`, or all steps but one of a shorter schedule that decays. A constant
     schedule does not depend on `steps`.
 
     Raises:
@@ -303,7 +304,7 @@ PLATEAU = (
 
 
 def lr_scales_refused(key: str, phases: Mapping[str, Phase]) -> str | None:
-    """A line if a phase scales the learning rate, which a class of torch's at the config's `key` sets by itself."""
+    """Return a line if a phase scales a learning rate that a torch class at the config's `key` sets; else None."""
     scaling = [name for name, phase in phases.items() if phase.lr_scale != 1]
     if not scaling:
         return None
@@ -316,7 +317,7 @@ def lr_scales_refused(key: str, phases: Mapping[str, Phase]) -> str | None:
 def scheduler_errors(
     key: str, options: SchedulerConfig, steps: int | None, phases: Mapping[str, Phase]
 ) -> Iterator[str]:
-    """A line for each error of a scheduler at the config's `key`, as far as nothing need be imported to see it.
+    """Yield a line for each error of a scheduler at the config's `key` that can be found without imports.
 
     `steps` is None while the length of the run is not known.
     """
@@ -338,10 +339,10 @@ def scheduler_errors(
 
 
 def to_scheduler(key: str, node: Mapping[str, Any]) -> SchedulerConfig:
-    """The options of a scheduler that a plain dictionary at the config's `key` describes.
+    """Convert a plain dictionary at the config's `key` to the options of a scheduler.
 
     Raises:
-        ScheduleError: an option has a value of another kind.
+        ScheduleError: an option has the wrong type.
     """
     names = {each.name for each in fields(SchedulerConfig)}
     typed = {name: value for name, value in node.items() if name in names}
@@ -373,7 +374,7 @@ _SCHEDULER_TYPES: dict[str, Any] = {
 
 
 def learning_rate_factor(rate: Callable[[int], float], phases: PhaseSchedule) -> Callable[[int], float]:
-    """Step index -> factor of the base learning rate, the phase's `lr_scale` included."""
+    """Return a function step index -> factor of the base learning rate, including the phase's `lr_scale`."""
 
     def factor(step: int) -> float:
         return rate(step) * phases.at(step).lr_scale

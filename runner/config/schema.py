@@ -1,7 +1,7 @@
-"""What a config may contain: plain dataclasses and their checks.
+"""Define what a config may contain: plain dataclasses and their checks.
 
-Nothing here imports torch, hydra, omegaconf or numpy. `runner.config.tree` registers these classes with Hydra;
-everything outside this package takes them, or plain values, as arguments.
+Nothing here imports torch, hydra, omegaconf or numpy. `runner.config.tree` registers these classes with Hydra. All
+other packages take them, or plain values, as arguments.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from runner.errors import nearest
 
 
 class WeightsBy(Enum):
-    """What a source that `sampler.weights` does not name gets as its weight; with tokens, what all weights measure."""
+    """The weight of a source that `sampler.weights` does not name, and with `tokens` the unit of all weights."""
 
     equal = "equal"  # 1
     sizes = "sizes"  # its number of samples
@@ -62,7 +62,7 @@ class Strategy(Enum):
     fsdp = "fsdp"
 
 
-# A config uses the members' names, and `async` is a keyword, which a class statement cannot define.
+# A config uses the members' names, and a class statement cannot define `async`, which is a keyword.
 SaveMode = Enum("SaveMode", {"async": "async", "sync": "sync"})
 ASYNC = SaveMode("async")
 
@@ -78,7 +78,7 @@ class RunConfig:
     threads: int = 1
     lease_timeout_s: float = 30.0
     directory: str | None = None  # filled in: where the command was given
-    typed: dict[str, Any] = field(default_factory=dict)  # filled in: dotted key -> a path that was relative to that
+    typed: dict[str, Any] = field(default_factory=dict)  # filled in: dotted key -> a path relative to that directory
     changed_by: list[str] = field(default_factory=list)  # filled in: the callbacks that change what is trained
 
 
@@ -109,7 +109,7 @@ class EvalSetConfig:
     """One of several evaluations.
 
     Args:
-        sources: The sources of data.eval_sources that it evaluates on. []: all.
+        sources: The sources of data.eval_sources to evaluate on. []: all.
         every_steps: Steps between its evaluations. 0: none. null: as eval.every_steps.
         batches: Batches per source. null: as eval.batches.
         batch_size: Sequences per batch. null: as eval.batch_size.
@@ -188,7 +188,7 @@ class CheckpointConfig:
 
 @dataclass
 class InitConfig:
-    path: str | None = None  # of a .safetensors file; as given, also a run, which goes to the three below
+    path: str | None = None  # of a .safetensors file; or of a run, then also recorded below
     run: str | None = None
     at: str | None = None  # a step, `last` or `best`
     digest: str | None = None  # the identity of the run
@@ -206,11 +206,11 @@ class ForkConfig:
     trunk: dict[str, Any] = field(default_factory=dict)
 
     def begins_at(self, step: int) -> bool:
-        """Whether a branch begins at `step`, with the checkpoint of its trunk, and its changes take effect."""
+        """Return whether a branch begins at `step`, with its trunk's checkpoint, so that its changes take effect."""
         return self.run is not None and step == self.step
 
     def seed_at(self, step: int) -> int | None:
-        """The seed that a branch begins with at `step`, if that is another one than its trunk's."""
+        """Return the seed that a branch begins with at `step`, if it differs from its trunk's; else None."""
         return self.seed if self.begins_at(step) and "seed" in self.was else None
 
 
@@ -240,20 +240,23 @@ class Config:
 
     @property
     def known_steps(self) -> int | None:
-        """How many steps the run has; None if `train.epochs` decides it and the data are not open yet."""
+        """Return the number of steps of the run; None if `train.epochs` decides it and the data are not open yet."""
         if self.train.steps is None and self.train.epochs is None:
             return DEFAULT_STEPS
         return self.train.steps
 
     @property
     def steps(self) -> int:
-        """How many steps the run has; call it only where it is known, as within an attempt whose data are open."""
+        """Return the number of steps of the run.
+
+        Call it only when it is known, as in an attempt whose data are open.
+        """
         assert self.known_steps is not None
         return self.known_steps
 
     @property
     def evaluation_interval(self) -> int:
-        """Steps between evaluations, whatever the length of the run; 0: none by steps."""
+        """Return the steps between evaluations, whatever the length of the run; 0: none by steps."""
         if not self.data.eval_sources:
             return 0
         if self.eval.every_steps is None:
@@ -262,41 +265,41 @@ class Config:
 
     @property
     def evaluates(self) -> bool:
-        """Tell whether there are evaluations."""
+        """Return whether there are evaluations."""
         others = any(each.every_steps for each in self.eval.sets.values())
         usual = self.evaluation_interval > 0 or self.eval.every_epochs is not None
         return bool(self.data.eval_sources) and (usual or others)
 
     @property
     def evaluates_every_set(self) -> bool:
-        """Whether there are evaluations, and none of them is switched off."""
+        """Return whether there are evaluations and none of them is switched off."""
         usual = self.evaluation_interval > 0 or self.eval.every_epochs is not None
         return self.evaluates and usual and 0 not in [each.every_steps for each in self.eval.sets.values()]
 
 
 @dataclass
 class CommandData(DataConfig):
-    """The data of a command, in which sources may share their values: `source` is what each begins with."""
+    """The data of a command. Its sources may share values: each begins with `source`."""
 
     source: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Command(Config):
-    """What a command may set: the config of a run, and a search for good values of its settings."""
+    """All settings of a command: the config of a run, and of a search for good values of its settings."""
 
     data: CommandData = field(default_factory=CommandData)
     search: SearchConfig = field(default_factory=SearchConfig)
 
 
 def rank_invariant(config: Config) -> bool:
-    """Whether the result does not depend on the number of ranks: by default, wherever that is possible."""
+    """Return whether the result does not depend on the number of ranks. By default it does not if that is possible."""
     wanted = config.train.rank_invariant
     return not list(_obstacles_to_rank_invariance(config)) if wanted is None else wanted
 
 
 def _obstacles_to_rank_invariance(config: Config) -> Iterator[str]:
-    """What it lacks, one remedy each."""
+    """Yield what prevents rank-invariant training, with one remedy each."""
     if config.train.global_batch_size is None:
         yield "set train.global_batch_size=N: otherwise the batch of a step grows with the ranks"
     if config.data.loader:
@@ -311,7 +314,7 @@ EVALUATION_INTERVAL = 100  # if eval.every_steps is not set
 
 
 def config_errors(config: Config) -> list[str]:
-    """Every error of `config`, one line each: the key, its value, what is allowed."""
+    """Return every error of `config`, one line each: the key, its value, what is allowed."""
     return [
         *_number_errors(config),
         *_range_errors(config),
@@ -333,14 +336,14 @@ def config_errors(config: Config) -> list[str]:
 
 
 def _rank_invariance_errors(config: Config) -> Iterator[str]:
-    """Rank-invariant training that was asked for and is not possible."""
+    """Yield why rank-invariant training was requested but is not possible."""
     if config.train.rank_invariant:
         for remedy in _obstacles_to_rank_invariance(config):
             yield f"train.rank_invariant=true: {remedy}"
 
 
 def _number_errors(config: Config) -> Iterator[str]:
-    """Numbers that are too small, too large or not finite."""
+    """Yield errors of numbers that are too small, too large or not finite."""
     for key in bounds.BOUNDS:
         if line := bounds.error(key, attrgetter(key)(config)):
             yield line
@@ -378,7 +381,7 @@ def _range_errors(config: Config) -> Iterator[str]:
 
 
 def profiled_steps(text: str) -> tuple[int, int] | None:
-    """(first, last) of `train.profile=first:last`; None if it is written otherwise."""
+    """Return (first, last) of `train.profile=first:last`; None if it is written otherwise."""
     found = re.fullmatch(r"(\d{1,18}):(\d{1,18})", text)
     return (int(found[1]), int(found[2])) if found else None
 
@@ -397,7 +400,7 @@ def _profile_errors(config: Config) -> Iterator[str]:
 
 
 def _shipped_class_errors(config: Config) -> Iterator[str]:
-    """Options of the model that comes with this package; others check theirs when they are created."""
+    """Yield errors in options of the model in this package. Other models check theirs when they are created."""
     model = config.model
     if model.get("_target_") == "runner.models.gpt.GPT":
         sizes = {key: model.get(key, 1) for key in ("vocab_size", "sequence_length", "layers", "heads", "width")}
@@ -422,7 +425,10 @@ PATH_CLASSES = tuple(
 
 
 def _path_errors(config: Config) -> Iterator[str]:
-    """Paths of the datasets that come with this package; held-out sources often have those of the training data."""
+    """Yield errors of paths of the datasets in this package.
+
+    Held-out sources often share those of the training data.
+    """
     reported: list[Any] = []
     for key, node in _source_nodes(config):
         target = node.get("_target_") if isinstance(node, dict) else None
@@ -447,7 +453,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _missing_target_errors(config: Config) -> Iterator[str]:
-    """Nodes that name no class."""
+    """Yield nodes that name no class."""
     if not config.data.sources and not config.data.loader:
         yield (
             "data.sources is empty: choose data=text or data=mixture, name your documents with data=documents "
@@ -479,7 +485,7 @@ def _missing_target_errors(config: Config) -> Iterator[str]:
 
 
 def _eval_set_errors(config: Config) -> Iterator[str]:
-    """Sets that name no source, or numbers out of range; a metric that would take the place of the loss."""
+    """Yield errors of evaluation sets: an unknown source, a number out of range, a metric with the name of the loss."""
     if config.eval.metrics.get("loss") is not None:
         yield "eval.metrics.loss would replace eval_loss, the mean of the task's loss: choose another name"
     known = list(config.data.eval_sources)
@@ -498,7 +504,7 @@ def _eval_set_errors(config: Config) -> Iterator[str]:
 
 
 def _sampler_errors(config: Config) -> Iterator[str]:
-    """Sources, weights, and phases that the sampler cannot follow."""
+    """Yield errors of sources, weights and phases that the sampler cannot follow."""
     sources, options, name = list(config.data.sources), config.sampler, config.sampler.kind.name
     kind = options.kind.value
     yield from option_errors("sampler", options)
@@ -538,10 +544,10 @@ def _sampler_errors(config: Config) -> Iterator[str]:
 
 
 def source_weights(config: Config) -> dict[str, Any]:
-    """Return the base weight of every source, in their order.
+    """Return the base weight of every source, in the order of the sources.
 
-    A source without one in `sampler.weights` has the one of `data.weights`, or 1. Where `sampler.weights_by` is set it
-    decides instead: 1, or `WeightsBy.sizes` or `tokens` until the data are open.
+    A source that `sampler.weights` does not name has its weight in `data.weights`, or 1. If `sampler.weights_by` is
+    set, it decides instead: 1, or `WeightsBy.sizes` or `tokens` until the data are open.
     """
     by, own = config.sampler.weights_by, config.data.weights
     usual: dict[str, Any] = {name: own.get(name, 1.0) for name in config.data.sources}
@@ -551,12 +557,12 @@ def source_weights(config: Config) -> dict[str, Any]:
 
 
 def phase_schedule(config: Config) -> PhaseSchedule:
-    """Return the weights by source name, the temperature and the learning-rate scale at each step."""
+    """Return the schedule of weights by source name, temperature and learning-rate scale."""
     return PhaseSchedule(config.phases, source_weights(config), config.sampler.temperature)
 
 
 def _fork_errors(config: Config) -> Iterator[str]:
-    """Entries that only the composition of a branch fills in, and all of them."""
+    """Yield an error if `fork` is set only in part: the composition of a branch fills in all of it."""
     fork = config.fork
     given = [f"fork.{name}={value}" for name, value in vars(fork).items() if value not in (None, {})]
     if given and None in (fork.run, fork.step, fork.digest):
@@ -564,7 +570,7 @@ def _fork_errors(config: Config) -> Iterator[str]:
 
 
 def _length_of_sample_errors(config: Config) -> Iterator[str]:
-    """Samples longer than the model that comes with this package can read; others report it themselves."""
+    """Yield an error if samples are longer than this package's model can read. Other models report that themselves."""
     most = config.model.get("sequence_length", 0)
     if config.model.get("_target_") != "runner.models.gpt.GPT" or not _is_size(most):
         return
@@ -582,7 +588,7 @@ def _length_of_sample_errors(config: Config) -> Iterator[str]:
 
 
 def _evaluation_errors(config: Config) -> Iterator[str]:
-    """An evaluation that was asked for and cannot happen, whatever the number of steps."""
+    """Yield errors of evaluations that were requested but cannot happen, whatever the number of steps."""
     best = config.checkpoint.keep_best
     if config.eval.at_start and config.data.eval_sources and not config.evaluates:
         yield "eval.at_start=true needs evaluations, and eval.every_steps=0 means none: set eval.every_steps=null"
@@ -601,7 +607,7 @@ def _evaluation_errors(config: Config) -> Iterator[str]:
 
 
 def _epochs_errors(config: Config) -> Iterator[str]:
-    """`train.epochs` beside `train.steps`, or epochs of data without a length."""
+    """Yield errors of `train.epochs` together with `train.steps`, or of epochs of data without a length."""
     train = config.train
     given = {"eval.every_epochs": config.eval.every_epochs, "checkpoint.every_epochs": config.checkpoint.every_epochs}
     for key, value in given.items():
@@ -625,12 +631,12 @@ def _epochs_errors(config: Config) -> Iterator[str]:
 
 
 def length_errors(config: Config) -> list[str]:
-    """The errors that depend on the number of steps, as far as it is known (`Config.known_steps`); one line each."""
+    """Return the errors that depend on the number of steps, one line each, if it is known (`Config.known_steps`)."""
     return [*_schedule_errors(config), *_interval_errors(config)]
 
 
 def _interval_errors(config: Config) -> Iterator[str]:
-    """Checkpoints that are to be kept by evaluations which the run ends before."""
+    """Yield errors of checkpoints to keep by evaluations when the run ends before the first evaluation."""
     steps, best = config.known_steps or 0, config.checkpoint.keep_best
     if steps < 1 or best < 1 or not config.data.eval_sources:
         return
@@ -644,10 +650,11 @@ def _interval_errors(config: Config) -> Iterator[str]:
 
 
 def _schedule_errors(config: Config) -> Iterator[str]:
-    """Errors of the phases and of the learning rate, as their own classes report them."""
+    """Yield errors of the phases and of the learning rate, as their classes report them."""
     weights = source_weights(config)
     try:
-        if all(isinstance(weight, int | float | WeightsBy) for weight in weights.values()):  # others are reported
+        # Other values are reported elsewhere.
+        if all(isinstance(weight, int | float | WeightsBy) for weight in weights.values()):
             PhaseSchedule(config.phases, weights)
     except ScheduleError as error:
         yield from str(error).splitlines()

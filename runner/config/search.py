@@ -1,4 +1,4 @@
-"""The config group `search`: its options, their checks, and what it makes of the ranges in overrides."""
+"""Define the config group `search`: its options, their checks, and the ranges in overrides."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SHOWN = "-m search=asha 'optimizer.lr=log(1e-4,1e-2)' search.trials=27 search.ru
 RANGES = (
     "a range is log(1e-4,1e-2), interval(0,0.5), int(interval(1,8)) or range(2,10,2), and a list is choice(a,b) or a,b"
 )
-"""How they are written, for messages."""
+"""How to write ranges, for messages."""
 _LOG = re.compile(r"\blog\(([^(),]+,[^(),]+)\)")
 _KEY = "search.space."
 
 
 @dataclass
 class SearchConfig:
-    """A search as configured; conf/search/asha.yaml explains the options. Without a kind: none."""
+    """Options of a search, explained in conf/search/asha.yaml. `kind` None: no search."""
 
     kind: Algorithm | None = None
     space: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +74,7 @@ def to_options(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rewritten(override: str) -> str:
-    """Write `log(a,b)` as Hydra does, and `search.space.KEY=RANGE` as `KEY=RANGE`."""
+    """Rewrite `log(a,b)` in Hydra's syntax, and `search.space.KEY=RANGE` as `KEY=RANGE`."""
     key, equals, value = override.partition("=")
     prefix = key[: len(key) - len(key.lstrip("+"))]
     if key.lstrip("+").startswith(_KEY):
@@ -86,7 +86,7 @@ def rewritten(override: str) -> str:
 
 
 def left_to_space(space: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what `search.space` varies: dotted key -> a range or a list; not what a command sets itself."""
+    """Return what `search.space` varies, as dotted key -> range or list, without the keys that a command sets."""
     keys = {text.lstrip("+~").partition("=")[0] for text in overrides}
     return {key: value for key, value in space.items() if value is not None and key.lstrip("+") not in keys}
 

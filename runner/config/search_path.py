@@ -1,4 +1,4 @@
-"""Where the config files are, and which groups and options they define. Imports neither Hydra nor OmegaConf."""
+"""Find the config files, and the groups and options that they define. Imports neither Hydra nor OmegaConf."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PROJECT = "pyproject.toml"
 
 
 def conf_dir() -> Path:
-    """The shipped configs: `conf/` of a clone, `runner/conf/` of an installed package."""
+    """Return the directory of the shipped configs: `conf/` of a clone, `runner/conf/` of an installed package."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "conf"
     return installed if installed.is_dir() else package.parent / "conf"
 
 
 def project_dirs() -> list[Path]:
-    """List the config directory of the project in the current directory, if its pyproject.toml names one.
+    """List the config directory that pyproject.toml in the current directory names, if it names one.
 
         [tool.runner]
         config_dir = "conf"
@@ -49,7 +49,7 @@ def project_dirs() -> list[Path]:
 
 
 def groups(directories: Sequence[Path]) -> dict[str, list[str]]:
-    """The config groups in `directories`: name -> the names of its options, both sorted."""
+    """Return the config groups in `directories`: name -> the names of its options, both sorted."""
     found: dict[str, set[str]] = {}
     for directory in directories:
         for path, _, names in files.walk(directory, followlinks=True):

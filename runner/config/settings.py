@@ -1,4 +1,7 @@
-"""Every setting in a row: what the schema knows of it, and the comments in conf/. Imports neither torch nor Hydra."""
+"""List every setting with its type, default and explanation, from the schema and the comments in conf/.
+
+Imports neither torch nor Hydra.
+"""
 
 from __future__ import annotations
 
@@ -29,23 +32,23 @@ LATER = {
     "edit": "by `runner resume`, which marks the run as edited",
     "fixed": "no",
 }
-"""Whether a setting of each kind (`identity.kind_of`) may change in an existing run."""
+"""Whether settings of each kind (`identity.kind_of`) may change in an existing run."""
 LINE = re.compile(r"( *)(?:- )?([\w.]+):(?: +(?!#)(?P<value>.*?))?(?: +# *(?P<beside>.*))?$")
 MEANS = re.compile(r"[\w\[\]{}-]+: ")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting.
+    """A setting, as `runner show --settings` lists it.
 
     Attributes:
-        key: dotted; `NAME` in it is any name of the user's.
-        type: what its values are, in words; empty: anything.
-        default: its value unless it is set, as a command would set it.
-        allowed: its range or choices; empty: whatever has the type.
+        key: dotted; `NAME` in it stands for any name that the user chooses.
+        type: the type of its values, in words; empty: any.
+        default: its value if it is not set, as a command would set it.
+        allowed: its range or choices; empty: any value of the type.
         later: whether it may change in an existing run.
-        about: what it is, in one line.
-        option: the options of a group that have it, such as `launcher=slurm`; empty: it is always there.
+        about: what it does, in one line.
+        option: the options of a group that have it, such as `launcher=slurm`; empty: all have it.
     """
 
     key: str
@@ -59,7 +62,7 @@ class Setting:
 
 @dataclass
 class _File:
-    """A file in conf/: its values, with those of the option that it builds on, and its own comments, by dotted key."""
+    """A file in conf/: its values, merged over those of the option that it extends, and its comments, by dotted key."""
 
     values: dict[str, Any]
     comments: dict[str, str]
@@ -69,7 +72,7 @@ def settings(prefix: str = "") -> list[Setting]:
     """List all settings, or those at and below a dotted key.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such setting.
     """
     found = [each for each in _all() if not prefix or f"{each.key}.".startswith(f"{prefix}.")]
     if not found:
@@ -83,7 +86,7 @@ def settings(prefix: str = "") -> list[Setting]:
 
 @cache
 def _all() -> tuple[Setting, ...]:
-    """Return all of them, in the order of the schema; after those of a group what its options add."""
+    """Return all settings in the order of the schema, each group followed by the settings that its options add."""
     options = groups([conf_dir()])
     primary = _read("config")
     made = [_group("experiment", options["experiment"], primary)]
@@ -101,18 +104,18 @@ def _all() -> tuple[Setting, ...]:
 
 
 def _group(name: str, options: list[str], primary: _File) -> Setting:
-    """Return the row of a config group."""
+    """Return the setting that chooses an option of a config group."""
     about, default = primary.comments[name].partition(":")[0], as_text(primary.values[name])
     return Setting(name, "option of a group", default, ", ".join(options), "as the settings in it", _sentence(about))
 
 
 def _typed(key: str, hint: Any, holder: Any, read: list[_File]) -> Iterator[Setting]:
-    """Yield the rows of a part of the schema.
+    """Yield the settings of a part of the schema.
 
     Args:
         key: of the part.
         hint: its type.
-        holder: what has the part, with its defaults; None below a name of the user's.
+        holder: the object that has the part, with its defaults; None below a name that the user chooses.
         read: the files that may explain it and set its default, the most important ones first.
     """
     hint, optional = without_none(hint)
@@ -141,7 +144,7 @@ def _typed(key: str, hint: Any, holder: Any, read: list[_File]) -> Iterator[Sett
 
 
 def _added(group: str, found: Mapping[str, _File]) -> Iterator[Setting]:
-    """Yield the rows of what the options of a group add to the schema, one for all that explain it in the same way."""
+    """Yield the settings that the options of a group add to the schema. Options with the same explanation share one."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for name, read in found.items():
         for key, comment in read.comments.items():
@@ -179,7 +182,7 @@ def _read(name: str) -> _File:
 
 
 def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values; lists and empty dictionaries are values."""
+    """Yield dotted keys and values. Lists and empty dictionaries are values."""
     for name, value in node.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{prefix}{name}.")
@@ -188,9 +191,9 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _comments(text: str) -> dict[str, str]:
-    """Dotted key -> the comment beside it, else the one right above it.
+    """Return dotted key -> the comment beside the key, or else the one right above it.
 
-    A comment beside a key continues in the lines below that are indented further, and have nothing else.
+    A comment beside a key continues in the following lines that are indented further and have nothing else.
     """
     found: dict[str, str] = {}
     path: list[tuple[int, str]] = []
@@ -218,11 +221,11 @@ def _comments(text: str) -> dict[str, str]:
 
 
 def _sentence(comment: str) -> str:
-    """Return the first sentence of a comment, and those that state what a value means: `null: none.`"""
+    """Return the first sentence of a comment, and the sentences that explain a value, such as `null: none.`."""
     parts = re.split(r"(?<=\.)\s+|(?<=\.\))\s+", comment.strip())
     return " ".join(part for number, part in enumerate(parts) if number == 0 or MEANS.match(part))
 
 
 def _arguments(kind: type) -> dict[str, str]:
-    """Return the arguments of a class by name, as its docstring explains them."""
+    """Return the descriptions of a class's arguments in its docstring, by name."""
     return dict(re.findall(r"^    (\w+): (.*)$", inspect.getdoc(kind) or "", re.MULTILINE))

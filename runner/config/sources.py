@@ -1,7 +1,7 @@
-"""Sources of data that are named in a command: each begins with the values of `data.source`.
+"""Merge named data sources of a command over `data.source`, with which each begins.
 
-The values are merged when every override has been applied and before anything is resolved, so that an override of
-`data.source`, or of what it refers to, acts on all of them.
+The values are merged after every override has been applied and before anything is resolved, so that an override of
+`data.source`, or of a value that it refers to, affects all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ GROUPS = ("sources", "eval_sources")
 
 
 def open_sources(config: DictConfig) -> None:
-    """Let overrides add sources without a `+`, in place, where `data.source` names the class of a new one."""
+    """Let overrides add sources without a `+`, in place, if `data.source` names the class of a new one."""
     if _target(config) is None:
         return
     for group in GROUPS:
@@ -24,7 +24,7 @@ def open_sources(config: DictConfig) -> None:
 
 
 def complete_sources(config: DictConfig) -> None:
-    """Merge each source that has no `_target_` over `data.source`, in place, and remove that.
+    """Merge each source that has no `_target_` over `data.source`, in place, and remove `data.source`.
 
     Args:
         config: composed by Hydra, not resolved.
@@ -42,7 +42,7 @@ def complete_sources(config: DictConfig) -> None:
 
 
 def name_sources(config: DictConfig, plain: Mapping[str, Any]) -> None:
-    """Add the sources of another config that begin with `data.source`, in place, with nothing else set.
+    """Add the sources of another config that begin with `data.source`, in place, with no other values.
 
     Args:
         config: composed by Hydra, not resolved.

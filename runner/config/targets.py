@@ -1,7 +1,7 @@
-"""Nodes with `_target_`: checked before a run directory is created, and turned into objects.
+"""Check nodes with `_target_` before a run directory is created, and turn them into objects.
 
-The check does not import a class that it finds in the source of its module: importing torch, or a module of the
-user's, takes seconds. It imports only what it does not find there (created on import, or missing).
+The check does not import a class that it finds in the source of its module, because importing torch, or a user's
+module, takes seconds. It imports only names that it does not find there: they are created on import, or missing.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from runner.errors import UserError, nearest
 from runner.system import modules
 
 DATA, OF_DATA = "exactdata.", "runner.data."
-"""What names of the package `exactdata` begin with, and the names under which `runner.data` has the same."""
+"""The prefixes of names in the package `exactdata`, and of the same names in `runner.data`."""
 HYDRA_KEYS = ("_target_", "_args_", "_convert_", "_partial_", "_recursive_")
 
 
 def with_one_name(node: Any) -> Any:
-    """Values in which each `_target_` of `exactdata` has its name in `runner.data`: both are the same run."""
+    """Rename each `_target_` of `exactdata` to its name in `runner.data`, because both are the same run."""
     if isinstance(node, list):
         return [with_one_name(value) for value in node]
     if not isinstance(node, dict):
@@ -37,7 +37,7 @@ def with_one_name(node: Any) -> Any:
 
 
 def source_of(target: str) -> tuple[ModuleSpec, str] | None:
-    """Return the module that has a target, and its source; that of `exactdata` for its names in `runner.data`."""
+    """Return the module that has a target, and its source. For names in `runner.data`, the module is in `exactdata`."""
     found = modules.source_of(target)
     if found is not None and f"{found[0].name}." == OF_DATA:
         return modules.source_of(DATA + target.removeprefix(OF_DATA)) or found
@@ -45,7 +45,7 @@ def source_of(target: str) -> tuple[ModuleSpec, str] | None:
 
 
 def instantiate(key: str, node: dict[str, Any], *arguments: Any, **more: Any) -> Any:
-    """The object that the config's `key` describes by `_target_`, called with these arguments as well.
+    """Create the object that the config's `key` describes by `_target_`, with the caller's arguments added.
 
     Raises:
         UserError: there is no such class, its arguments do not fit, or it refused them.
@@ -61,17 +61,17 @@ def instantiate(key: str, node: dict[str, Any], *arguments: Any, **more: Any) ->
     except (ValueError, OSError, MemoryError) as error:
         raise UserError(f"{key} ({target}): {error or 'not enough memory'}") from error
     except RuntimeError as error:
-        # Of the shipped classes only what torch refuses: more memory than there is, for example.
+        # Shipped classes: only errors of torch, such as too little memory.
         if not str(target).startswith("runner."):
             raise
         raise UserError(f"{key} ({target}): {next(iter(str(error).splitlines()), type(error).__name__)}") from error
 
 
 def bind(key: str, node: dict[str, Any]) -> partial[Any]:
-    """The callable that the config's `key` names by `_target_`, with the node's other values as its arguments.
+    """Return the callable that the config's `key` names by `_target_`, with the node's other values as its arguments.
 
     Hydra's keys keep their meaning (`_args_`, `_recursive_`, and `_partial_` of inner nodes), but Hydra only looks up
-    the target: arguments are passed as the plain values that they are, and nothing in them is interpolated again.
+    the target. Arguments are passed as plain values, without another interpolation.
 
     Raises:
         UserError: the target cannot be imported, an inner node cannot be instantiated, or a value is not the boolean
@@ -88,7 +88,7 @@ def bind(key: str, node: dict[str, Any]) -> partial[Any]:
 
 
 def named(key: str, node: dict[str, Any]) -> Any:
-    """The function or class itself that the config's `key` names by `_target_`.
+    """Return the function or class that the config's `key` names by `_target_`.
 
     Raises:
         UserError: it cannot be imported.
@@ -97,14 +97,14 @@ def named(key: str, node: dict[str, Any]) -> Any:
 
 
 def check_call(made: partial[Any], name: str, call: str, *arguments: Any) -> None:
-    """Check that `made` can be called with these arguments; `name` and `call` tell in the message what that is.
+    """Check that `made` can be called with these arguments. `name` and `call` describe the call in the message.
 
     Raises:
         UserError: it cannot.
     """
     try:
         signature = inspect.signature(made.func)
-    except ValueError:  # some functions written in C have none
+    except ValueError:  # some functions written in C have no signature
         return
     try:
         signature.bind(*made.args, *arguments, **made.keywords)
@@ -113,10 +113,10 @@ def check_call(made: partial[Any], name: str, call: str, *arguments: Any) -> Non
 
 
 def _check_booleans(key: str, made: partial[Any]) -> None:
-    """Refuse any other value: `no` is a text in an override, and true where a condition asks for it."""
+    """Refuse other values for boolean parameters: `no` in an override is text, which a condition takes for true."""
     try:
         parameters = inspect.signature(made.func).parameters
-    except (ValueError, TypeError):  # some written in C have none
+    except (ValueError, TypeError):  # some callables written in C have no signature
         return
     for name, value in made.keywords.items():
         declared = parameters[name].annotation if name in parameters else None
@@ -125,7 +125,7 @@ def _check_booleans(key: str, made: partial[Any]) -> None:
 
 
 def _instantiated(key: str, node: Any) -> Any:
-    """`node` with the object for each inner node that has a `_target_`."""
+    """Return `node` with each inner node that has a `_target_` replaced by its object."""
     if isinstance(node, list):
         return [_instantiated(f"{key}.{index}", value) for index, value in enumerate(node)]
     if not isinstance(node, dict):
@@ -139,7 +139,7 @@ def _looked_up(key: str, target: Any) -> Callable[..., Any]:
     from hydra import utils
     from hydra.errors import InstantiationException
 
-    # Hydra 1.4 warns unless the caller states which targets it allows: here any, since configs name users' classes.
+    # Hydra 1.4 warns unless the caller states the targets that it allows: all, because configs name users' classes.
     every_target = getattr(utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
     allowed = {"_execution_whitelist_": every_target} if every_target else {}
     try:
@@ -149,37 +149,37 @@ def _looked_up(key: str, target: Any) -> Callable[..., Any]:
         while cause.__cause__ is not None:
             cause = cause.__cause__
         raise UserError(f"{key}._target_={target} cannot be used: {' '.join(str(cause).split())}") from error
-    # Hydra's own partial looks itself up again at every call, and cannot be sent to a worker process by every method.
+    # Hydra's partial resolves its target at every call, and not every start method can send it to a worker process.
     return found.func if isinstance(found, partial) else found
 
 
 CHANGES_TRAINING = "changes_training"
-"""The attribute by which the class of a callback says that it changes weights, gradients or the optimizer."""
+"""The attribute of a callback class that changes weights, gradients or the optimizer."""
 
 
 def changing_callbacks(plain: dict[str, Any]) -> list[str]:
-    """Return the names of the callbacks whose class says that it changes what is trained.
+    """Return the names of the callbacks whose class declares that it changes what is trained.
 
-    A class is imported only if its module has the word.
+    A class is imported only if its module contains the attribute's name.
     """
     found = []
     for name, node in plain["callbacks"].items():
         source = source_of(str(node.get("_target_"))) if isinstance(node, dict) else None
         if source is not None and CHANGES_TRAINING in source[1]:
-            with suppress(Exception):  # creating the callback reports it
+            with suppress(Exception):  # the error is reported when the callback is created
                 if getattr(pkgutil.resolve_name(node["_target_"]), CHANGES_TRAINING, False):
                     found.append(name)
     return found
 
 
 def target_errors(plain: dict[str, Any], known: dict[str, str | None]) -> list[str]:
-    """A line for each `_target_` in a resolved config that names nothing callable.
+    """Return a line for each `_target_` in a resolved config that names nothing callable.
 
     Args:
-        plain: the config.
-        known: target -> why it is unusable, or None; what is found out is added.
+        plain: the resolved config.
+        known: target -> why it is unusable, or None; new findings are added.
     """
-    # A launcher with its own Python has other modules than this one.
+    # A launcher with another Python has other modules.
     checked = {"launcher": plain["launcher"]} if plain["launcher"].get("python") else plain
     found = [(key, node["_target_"]) for key, node in instantiated_nodes(checked)]
     for target in {str(target) for _, target in found} - known.keys():
@@ -193,7 +193,7 @@ def instantiated_nodes(node: Any, key: str = "") -> Iterator[tuple[str, dict[str
         node = dict(enumerate(node))
     if not isinstance(node, dict):
         return
-    if node.get("_target_"):  # if not, the group's typed options hold, or a check names what is missing
+    if node.get("_target_"):  # without it, the group's typed options apply, or another check reports it
         yield key, node
     if node.get("_recursive_", True):
         for name, part in node.items():
@@ -201,7 +201,7 @@ def instantiated_nodes(node: Any, key: str = "") -> Iterator[tuple[str, dict[str
 
 
 def _target_error(target: str) -> str | None:
-    """Why `target` is unusable, or None."""
+    """Return why `target` is unusable, or None."""
     if not all(part.isidentifier() for part in target.split(".")):
         return "write the dotted name of a class or function, such as my_package.my_module.MyClass"
     module, _, name = target.partition(".")
@@ -226,13 +226,13 @@ def _import_error(target: str) -> str | None:
 
 
 def _nearest_name(target: str) -> str:
-    """A suggestion from the module of `target`, if that could be imported."""
+    """Suggest a name from the module of `target`, if the module can be imported."""
     module, _, name = target.rpartition(".")
     return nearest(name, vars(sys.modules[module])) if module in sys.modules else ""
 
 
 def _is_defined_in_source(target: str) -> bool:
-    """Whether a statement of a module binds `target`, found without running the module."""
+    """Return whether a statement of a module binds `target`, without running the module."""
     names = [target, *([DATA + target.removeprefix(OF_DATA)] if target.startswith(OF_DATA) else [])]
     return any(map(_binds, names))
 

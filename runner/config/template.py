@@ -1,7 +1,7 @@
-"""What the trials of a search begin with, so that a config file that is edited meanwhile changes none of them.
+"""Freeze the starting point of a search's trials, so that later edits of config files do not change any of them.
 
-A template is a composed config whose interpolations are not resolved yet: a setting that refers to one that the search
-varies follows it in every trial. There is one for each combination of the options of groups that the search varies.
+A template is a composed config whose interpolations are not resolved yet. So a setting that refers to a varied setting
+follows it in every trial. There is one template for each combination of group options that the search varies.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from runner.search.points import Dimension, Point, pairs
 
 WANDB = "runner.metrics.wandb.WandB"
 _PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[A-Za-z_][\w./@-]*", re.IGNORECASE)
-"""A text that Hydra reads as one without quotes."""
+"""Text that Hydra reads as text without quotes."""
 MOST_WRONG = 3
-"""Points with errors that are reported: those of a misspelled setting all have the same."""
+"""The maximum number of points whose errors are reported: a misspelled setting causes the same error in all."""
 
 
 class TrialComposer(Composer):
-    """Composes the trials of a search."""
+    """Compose the trials of a search."""
 
     def __init__(self, config_dirs: Sequence[str | Path] = (), config_name: str = CONFIG_NAME) -> None:
         super().__init__(config_dirs, config_name)
@@ -43,7 +43,7 @@ class TrialComposer(Composer):
         self.flags += [] if config_name == CONFIG_NAME else [f"--config-name={config_name}"]
 
     def is_search(self, overrides: Sequence[str]) -> bool:
-        """Whether a command of several runs is a search: it chooses one, or the file of an option does."""
+        """Return whether a command of several runs is a search: an override or the file of a chosen option says so."""
         if not any(re.match(r"\+*(search|experiment)\b", text) for text in overrides):
             overrides = []
             if self.tree.config_name == CONFIG_NAME:
@@ -52,11 +52,11 @@ class TrialComposer(Composer):
             fixed, dimensions = self._split([text for text in overrides if self.tree.group_of(text)])
             config = self.tree.compose([*fixed, *self.first_options(dimensions)])
             return OmegaConf.select(config, "search.kind") is not None
-        except (*ERRORS, UserError):  # it is reported where the command is composed
+        except (*ERRORS, UserError):  # reported when the command is composed
             return any(re.match(r"\+*search=", text) for text in overrides)
 
     def search(self, overrides: Sequence[str]) -> tuple[SearchConfig, list[str], list[Dimension]]:
-        """Split a command into the options of its search, the overrides that all trials share, and what is varied.
+        """Split a command into the options of its search, the overrides that all trials share, and the varied settings.
 
         Raises:
             UserError: mistakes in the overrides, or in the options of the search.
@@ -100,15 +100,15 @@ class TrialComposer(Composer):
         return fixed, dimensions
 
     def first_options(self, dimensions: Sequence[Dimension]) -> list[str]:
-        """Choose the first of each group's options that are varied, so that the rest can be composed."""
+        """Choose the first option of each group that is varied, so that the rest can be composed."""
         return [f"{each.key}={each.values[0]}" for each in dimensions if self.tree.group_of(each.key) and each.values]
 
     def freeze(self, fixed: Sequence[str], dimensions: Sequence[Dimension], base: Path) -> dict[str, Any]:
-        """Compose what the trials begin with, as JSON values.
+        """Compose the starting point of the trials, as JSON values.
 
         Args:
             fixed: the overrides that all trials share.
-            dimensions: what the search varies.
+            dimensions: the settings that the search varies.
             base: the directory that relative paths are resolved against.
 
         Raises:
@@ -126,7 +126,7 @@ class TrialComposer(Composer):
             choices = dict(config.hydra.runtime.choices)
             values_of = plain_values(config, resolve=False)
             for key, text in list(_texts(values_of, "")):
-                if HYDRAS_OWN in text and not key.startswith("hydra."):  # known in this composition only
+                if HYDRAS_OWN in text and not key.startswith("hydra."):  # known only in this composition
                     OmegaConf.update(config, key, OmegaConf.select(config, key))
             values_of = plain_values(config, resolve=False)
             title, named_against = self.title_and_base(choices, values_of, base)
@@ -134,7 +134,7 @@ class TrialComposer(Composer):
             made = {"values": values_of, "title": title, "named_against": named_against}
             digest = sha256(canonical(made).encode()).hexdigest()
             templates[json.dumps(chosen)] = {**made, "digest": digest}
-        # Not in the name of a run, nor in its plain command.
+        # Left out of the names of runs and their plain commands.
         unnamed = r"\+*search[.=]|train\.epochs=null|\+*launcher\.(retry_failed|dry_run|slots)="
         shared = [text for text in fixed if not re.match(unnamed, text)]
         chosen_by_file = [] if any(re.match(r"\+*search=", text) for text in fixed) else ["search=none"]
@@ -148,7 +148,7 @@ class TrialComposer(Composer):
 
         Args:
             frozen: from `freeze`.
-            point: the trial's.
+            point: the trial's values, by key.
             base: the directory that relative paths are resolved against.
             repeat: added to the seed.
             search: the name of the search, which groups its runs in W&B.
@@ -178,13 +178,15 @@ class TrialComposer(Composer):
     def check_points(
         self, frozen: Mapping[str, Any], points: Sequence[Point], base: Path, drawn: Collection[str] = ()
     ) -> list[str]:
-        """Compose the runs of these points; the errors of the first that have any, with the point where needed.
+        """Compose the runs of these points.
+
+        Return the errors of the first points that have any, with the point if needed.
 
         Args:
             frozen: from `freeze`.
             points: of the trials.
             base: the directory that relative paths are resolved against.
-            drawn: keys whose values are drawn from an interval; errors that differ in these alone are one line.
+            drawn: keys whose values are drawn from an interval; errors that differ only in these are one line.
         """
         self.sweeping()
         found: dict[str, str] = {}
@@ -216,12 +218,12 @@ def _texts(node: Any, prefix: str) -> list[tuple[str, str]]:
 
 
 def _listed(key: str, values: Sequence[Any]) -> Dimension:
-    """Return the dimension of a list in `search.space`, whose values may be anything that a setting may be."""
+    """Return the dimension of a list in `search.space`, whose values may have any type of a setting."""
     return Dimension(key, tuple(map(_typed, values)))
 
 
 def _typed(value: Any) -> str:
-    """Write a value as a command does."""
+    """Write a value as on the command line."""
     if isinstance(value, list):
         return f"[{','.join(map(_typed, value))}]"
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""The config tree, composed by Hydra.
+"""Compose the config tree with Hydra.
 
-Hydra is called here and in `targets.bind` only; `config_loader` extends it, and `explain` knows its errors.
+Only this module and `targets.bind` call Hydra. `config_loader` extends it, and `explain` knows its errors.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from runner.search.points import Dimension
 from runner.system import files
 
 CONFIG_NAME = "config"
-# Hydra 1.3 warns when it is not passed; 1.4 warns when it is.
+# Hydra 1.3 warns if it is not passed, and 1.4 if it is.
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
-# Dictionaries whose keys are names that users choose: a new key needs no `+`.
+# Dictionaries whose keys the user chooses: a new key needs no `+`.
 OPEN = (
     "sampler.weights",
     "sampler.max_epochs",
@@ -56,10 +56,10 @@ OPEN = (
 )
 
 
-# Parts of Hydra's own node that say how an application runs; the groups that choose its plugins.
+# Parts of Hydra's own node that decide how an application runs; the groups that choose its plugins.
 HYDRA_PARTS = ("run", "sweep", "sweeper", "launcher", "mode", "callbacks", "job.chdir", "job.env_set")
 PLUGINS = ("hydra/sweeper", "hydra/launcher")
-# As Hydra sets them itself; all others are null or empty then.
+# Hydra's defaults for them; all others are null or empty.
 HYDRA_DEFAULTS = {
     "hydra.run.dir": "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}",
     "hydra.sweep.dir": "multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}",
@@ -70,7 +70,7 @@ HYDRA_DEFAULTS = {
 
 
 class _FurtherDirectories(SearchPathPlugin):
-    """Puts the directories of a `ConfigTree` on Hydra's search path, after the shipped one."""
+    """Put the directories of a `ConfigTree` on Hydra's search path, after the shipped one."""
 
     paths: ClassVar[Sequence[Path]] = ()
 
@@ -84,10 +84,11 @@ Plugins.instance().register(_FurtherDirectories)
 
 
 class ConfigTree:
-    """The shipped configs and those in further directories.
+    """The shipped configs and the configs in further directories.
 
     Args:
-        config_dirs: further directories with groups and experiments; a shipped file wins over one of the same name.
+        config_dirs: further directories with groups and experiments; a shipped file takes precedence over a file of the
+            same name.
         config_name: the primary config.
 
     Raises:
@@ -107,11 +108,11 @@ class ConfigTree:
         self.groups = sorted(names, key=lambda name: (name == "experiment", name == "data", name))
 
     def group_of(self, override: str, groups: Collection[str] | None = None) -> str | None:
-        """Return the config group that `override` chooses an option of; None where it sets a value.
+        """Return the config group that `override` chooses an option of; None if it sets a value.
 
         Args:
             override: of a command.
-            groups: the names of the groups; those of this tree by default.
+            groups: the names of the groups; by default those of this tree.
         """
         key = override.partition("=")[0].lstrip("+~").partition("@")[0]
         return key if key.partition("/")[0] in (*(self.groups if groups is None else groups), "hydra") else None
@@ -119,13 +120,13 @@ class ConfigTree:
     def compose(
         self, overrides: Sequence[str], frozen: dict[str, Any] | None = None, resolved: bool = True
     ) -> DictConfig:
-        """The composed config, Hydra's own node included; `${hydra:...}` in it resolves until the next composition.
+        """Compose the config, including Hydra's own node. `${hydra:...}` in it resolves until the next composition.
 
         Args:
             overrides: without sweeps.
             frozen: compose over these resolved values of a run instead of the primary config. Choosing an option of
                 a group replaces that group's values.
-            resolved: whether the frozen values have no interpolations any more, so that `${` in them is text.
+            resolved: whether the frozen values have no interpolations, so that `${` in them is text.
         """
         name, loader = self.config_name, self._loader
         if frozen is not None:
@@ -140,7 +141,7 @@ class ConfigTree:
                 texts = [opened(text) for text in overrides]
                 config = loader.load_configuration(name, texts, RunMode.RUN, from_shell=False)
         finally:
-            if frozen is not None:  # it may be large, and nothing needs it from here on
+            if frozen is not None:  # it may be large, and is not needed from here on
                 ConfigStore.instance().store(name=name, node={})
         if frozen is None:
             self._check_own_options(config.hydra.runtime.choices)
@@ -148,7 +149,7 @@ class ConfigTree:
         return config
 
     def _check_own_options(self, choices: Mapping[str, Any]) -> None:
-        """Refuse options of which the user has a file, while the shipped one of the same name is used.
+        """Refuse options for which the user has a file, while the shipped file of the same name is used.
 
         Raises:
             UserError: naming the first one.
@@ -164,9 +165,9 @@ class ConfigTree:
                     )
 
     def hydra_changes(self, config: DictConfig) -> dict[str, Any]:
-        """What the files of a composed config set of how Hydra would run an application, by key.
+        """Return the settings in files of a composed config that change how Hydra would run an application, by key.
 
-        Neither Hydra's defaults nor the parameters of a sweep are among them.
+        Hydra's defaults and the parameters of a sweep are left out.
         """
         chosen = {key: config.hydra.runtime.choices.get(key) for key in PLUGINS}
         found = {key: option for key, option in chosen.items() if option != "basic"}
@@ -178,17 +179,17 @@ class ConfigTree:
         return {key: value for key, value in changed.items() if not f"{key}.".startswith("hydra.sweeper.params.")}
 
     def apply(self, override: str, config: DictConfig) -> None:
-        """Set in a composed config what an override sets that chooses no option, as a composition would.
+        """Set the value of an override that chooses no option in a composed config, as a composition would.
 
         Raises:
-            HydraException: as a composition; then part of it may have been set.
+            HydraException: as in a composition; part of the value may have been set by then.
         """
         self._loader.apply(opened(override), config)
 
     def alternatives(self, override: str) -> tuple[str, list[str] | None]:
-        """The key of an override, and the overrides it expands to: one for each value of a sweep.
+        """Return the key of an override, and the overrides it expands to: one for each value of a sweep.
 
-        None for an interval, which has no values to enumerate.
+        They are None for an interval, which has no values to enumerate.
         """
         parsed = self._loader.parse(override)
         key = parsed.get_key_element()
@@ -199,7 +200,7 @@ class ConfigTree:
         return key, [f"{key}={value}" for value in parsed.sweep_string_iterator()]
 
     def dimension(self, override: str) -> Dimension | None:
-        """Return what an override lets a search vary; None if it sets one value.
+        """Return the dimension that an override adds to a search; None if it sets one value.
 
         Raises:
             HydraException: it cannot be parsed.
@@ -220,7 +221,7 @@ class ConfigTree:
         return Dimension(key, (), *ends, log="log" in value.tags, whole=isinstance(value.start, int))
 
     def run_hydra(self, flags: Sequence[str], overrides: Sequence[str]) -> None:
-        """Hydra's own command line: `--cfg`, `--info`, `--hydra-help`, `--shell-completion`. Prints to stdout.
+        """Run Hydra's own command line: `--cfg`, `--info`, `--hydra-help`, `--shell-completion`. It prints to stdout.
 
         Hydra ends with SystemExit, or raises its own errors while HYDRA_FULL_ERROR=1.
         """
@@ -234,7 +235,7 @@ class ConfigTree:
         finally:
             sys.argv = arguments
             GlobalHydra.instance().clear()
-            root.setLevel(level)  # `--info` lets all loggers of the process print everything, from then on
+            root.setLevel(level)  # `--info` enables all output of all loggers in the process
             root.handlers[:] = handlers
 
     @cached_property
@@ -257,7 +258,7 @@ class ConfigTree:
 
 
 def opened(override: str) -> str:
-    """`override`, rewritten so that a new key in one of the `OPEN` dictionaries is accepted without a `+`."""
+    """Rewrite `override` so that a new key in one of the `OPEN` dictionaries is accepted without a `+`."""
     key, equals, value = override.partition("=")
     if key.lstrip("+") == "init_from" and not value.startswith("{"):
         return f"{key}.path={value}"
@@ -268,7 +269,7 @@ def opened(override: str) -> str:
         if bare == prefix and value.startswith(("{", "[")):
             return f"++{bare}={value}"
         if bare.startswith(f"{prefix}."):
-            # As one dictionary, so that a new entry gets the type that the schema gives it.
+            # As a dictionary, so that a new entry gets its type from the schema.
             names = bare.removeprefix(f"{prefix}.").split(".")
             return f"++{prefix}=" + "".join(f"{{{name}:" for name in names) + value + "}" * len(names)
     return override
