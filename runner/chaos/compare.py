@@ -1,4 +1,4 @@
-"""Compares two run directories bit for bit: every record of the metrics, every tensor, every random generator."""
+"""Compare two run directories bit for bit: every record of the metrics, every tensor, every random generator."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from runner.errors import CheckpointError
 from runner.rundir.paths import RunDir
 from runner.system import files
 
-# Depends on whether the checkpoint was saved before or after the evaluation of its step.
+# These depend on whether the checkpoint was saved before or after the evaluation of its step.
 IGNORED = ("evaluated",)
-# What each rank has for itself: its generators, which rank-invariant training seeds for every micro-batch, and how many
-# batches it has loaded. The position in the data and the digest of what was consumed are in other entries.
+# State per rank: its generators, which rank-invariant training seeds for every micro-batch, and the number of batches
+# it has loaded. The position in the data and the digest of the consumed samples are in other entries.
 OF_RANKS = ("rng_by_rank", "dataloader", "dataloader_by_rank", "batch_shapes")
 
 
 @dataclass(frozen=True)
 class RunDifference:
-    """Where two runs diverge: the step, the name of the value, and the value in each."""
+    """A difference between two runs: the step, the name of the value, and the value in each."""
 
     step: int | None
     key: str
@@ -43,7 +43,7 @@ class Comparison:
     checkpoints: list[int] = field(default_factory=list)
     tensors: int = 0
     values: int = 0
-    ranks: list[int] = field(default_factory=list)  # all numbers of ranks that attempts of the two runs had
+    ranks: list[int] = field(default_factory=list)  # all numbers of ranks of attempts of the two runs
     differences: list[RunDifference] = field(default_factory=list)
 
     @property
@@ -51,14 +51,14 @@ class Comparison:
         return not self.differences
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for a report."""
+        """Return plain values for a report."""
         return {**asdict(self), "identical": self.identical}
 
 
 def compare(reference: RunDir, other: RunDir) -> Comparison:
     """Compare all metrics, and every checkpoint that both runs have; both must have the last one.
 
-    If the number of ranks has changed, the train states are compared without what each rank has for itself.
+    If the number of ranks has changed, the train states are compared without the state per rank.
     """
     found = Comparison(ranks=sorted({*_ranks(reference), *_ranks(other)}))
     compare_metrics(list(files.read_lines(reference.metrics)), list(files.read_lines(other.metrics)), found)
@@ -77,7 +77,7 @@ def _ranks(run: RunDir) -> set[int]:
 
 
 def compare_metrics(reference: list[Any], other: list[Any], found: Comparison) -> None:
-    """Compare records in order; the first difference is added to `found`."""
+    """Compare records in order, and add the first difference to `found`."""
     for mine, theirs in itertools.zip_longest(reference, other):
         difference = _record_difference(mine, theirs)
         if difference is not None:
@@ -87,7 +87,7 @@ def compare_metrics(reference: list[Any], other: list[Any], found: Comparison) -
 
 
 def _record_difference(mine: Any, theirs: Any) -> RunDifference | None:
-    """The first difference of two records; a missing one is named by its step."""
+    """Return the first difference of two records; None if they are equal."""
     if mine is None or theirs is None or _label(mine) != _label(theirs):
         labels = ["no record" if record is None else _label(record) for record in (mine, theirs)]
         steps = [record["step"] for record in (mine, theirs) if record is not None]

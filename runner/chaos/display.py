@@ -1,4 +1,4 @@
-"""Progress on the terminal: one line that is updated, and one that stays for each fault."""
+"""Show progress on the terminal: one line that is updated, and a permanent line for each fault."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ class Display:
         self._current = ""
 
     def run(self, path: Path) -> None:
-        """Another run has begun."""
+        """Begin the progress of another run."""
         self.say(f"[bold]{escape(path.name)}[/] in {escape(str(path))}")
         self._current = path.name
 
     def waiting_for(self, fault: PlannedFault, run: str) -> None:
-        """The trigger of a fault is waited for."""
+        """Show which fault's trigger is awaited."""
         when = f"at step {fault.step} or later" if fault.trigger != "start" else "during startup"
         self._current = f"{run}: fault {fault.number} of {self.faults}, {fault.kind} {when}"
 
     def injected(self, outcome: Outcome) -> None:
-        """A fault was injected."""
+        """Print a line for a fault that was injected."""
         self.say(
             f"  {MARKS[outcome.answered]} {outcome.kind} at step {outcome.step} ({outcome.trigger}): "
             f"{escape(outcome.answer)}"
         )
 
     def step(self, step: int, steps: int) -> None:
-        """Where the run is; on a terminal only."""
+        """Show the run's step, on a terminal only."""
         if not self.console.is_terminal:
             return
         text = f"{escape(self._current)} · step {step}/{steps}"
@@ -55,7 +55,7 @@ class Display:
         self._status.update(text)
 
     def say(self, text: str) -> None:
-        """Print one line that stays; rich markup."""
+        """Print one permanent line, with rich markup."""
         self.console.print(text, highlight=False, soft_wrap=True)
 
     def close(self) -> None:

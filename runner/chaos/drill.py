@@ -1,4 +1,4 @@
-"""The drill: a reference run, the same run under faults, and what came of each fault."""
+"""Run a drill: a reference run, the same run under faults, and the outcome of each fault."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from runner.errors import UserError
 from runner.rundir.paths import RunDir
 from runner.system import files
 
-FUTILE_RUNS = 3  # in a row, each finished before any fault was injected: there is no room for the rest
+FUTILE_RUNS = 3  # in a row that finish before any fault is injected: there is no room for the rest
 
 
 @dataclass
 class Drill:
     """The reference in `root/reference`, and the runs under faults in `root/killed-1` and so on.
 
-    There are several where a run finishes before all faults were injected. Injected faults are recorded in
+    There are several if a run finishes before all faults were injected. Injected faults are recorded in
     `root/faults.jsonl`, so that an interrupted drill can be continued.
     """
 
     root: Path
-    make_target: Callable[[Path, Path], Target]  # from a run directory and a log file
+    make_target: Callable[[Path, Path], Target]  # (run directory, log file) -> target
     display: Display
     steps: int
     save_every: int
@@ -49,12 +49,12 @@ class Drill:
         return self.root / "faults.jsonl"
 
     def killed(self) -> list[RunDir]:
-        """The runs under faults, in order."""
+        """Return the runs under faults, in order."""
         found = self.root.glob("killed-*[0-9]")
         return [RunDir(path) for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))]
 
     def open(self, key: dict[str, Any]) -> bool:
-        """Create or reopen `root`; True if an interrupted drill of the same `key` is continued.
+        """Create or reopen `root`. Return whether an interrupted drill of the same `key` is continued.
 
         Raises:
             UserError: `root` contains something else, or cannot be created.
@@ -77,11 +77,11 @@ class Drill:
         return False
 
     def mark_over(self, key: dict[str, Any]) -> None:
-        """The next drill in `root` starts afresh."""
+        """Record that this drill is over, so that the next one in `root` starts afresh."""
         files.write_json(self.root / "drill.json", {"key": key, "over": True})
 
     def outcomes(self) -> list[Outcome]:
-        """What came of the faults so far, in order, checked against the attempt logs of the runs."""
+        """Return the outcomes of the faults so far, in order, checked against the attempt logs of the runs."""
         outcomes = [Outcome(**line) for line in files.read_lines(self.journal)]
         for run in self.killed():
             attempts = {line.get("attempt"): line for line in files.read_lines(run.attempts)}
@@ -94,7 +94,7 @@ class Drill:
         """Run to the end without a fault.
 
         Raises:
-            UserError: the configuration does not work as it is.
+            UserError: the configuration fails without faults.
         """
         with self._staged(self.root / name) as stage:
             stage.ensure_running()
@@ -108,10 +108,10 @@ class Drill:
         return stage.run
 
     def run_under_faults(self, plan: Sequence[PlannedFault]) -> None:
-        """Inject what was not injected yet, in as many runs as it takes, and let each run finish.
+        """Inject the remaining faults, in as many runs as necessary, and let each run finish.
 
         Raises:
-            BrokenError: the run ended by itself.
+            BrokenError: the run ended although no fault was injected.
         """
         number, futile = max(len(self.killed()), 1), 0
         while futile < FUTILE_RUNS:
@@ -121,7 +121,7 @@ class Drill:
             injected = len(self.outcomes()) - len(done)
             if injected == len(left):
                 return
-            # In a quick run, or on a busy machine, a fault comes too late now and then.
+            # In a quick run, or on a busy machine, some faults come too late.
             futile = 0 if injected else futile + 1
             number += 1
 
@@ -138,7 +138,11 @@ class Drill:
             stage.finish()
 
     def _inject(self, stage: Stage, fault: PlannedFault) -> Outcome:
-        """Raises TooLateError: the run has finished and nothing was injected."""
+        """Inject one fault and return its outcome.
+
+        Raises:
+            TooLateError: the run has finished and nothing was injected.
+        """
         if stage.run.finished.exists():
             raise TooLateError
         stage.resumes_at, stage.steps_lost, answered = None, 0, True
@@ -174,7 +178,7 @@ class Drill:
             stage.stop()
 
     def leftover_errors(self) -> list[str]:
-        """Temporary directories that finished runs have left behind, one line each."""
+        """Return one line for each temporary directory that finished runs have left behind."""
         return [
             f"{path} was left behind by an interrupted save"
             for run in self.killed()
@@ -184,7 +188,7 @@ class Drill:
 
 
 def _check_next_attempt(outcome: Outcome, attempts: dict[Any, dict[str, Any]]) -> None:
-    """Mark the outcome as unanswered if the next attempt did not resume where it had to."""
+    """Mark the outcome as unanswered if the next attempt did not resume at the required step."""
     following = attempts.get((outcome.attempt or 0) + 1)
     if outcome.attempt is None or following is None or outcome.resumes_at is None:
         return

@@ -1,4 +1,4 @@
-"""The kinds of fault. Each waits for its trigger, injects itself, and checks what the run does.
+"""Define the kinds of fault. Each waits for its trigger, injects itself, and checks the reaction of the run.
 
 A kind is a class with a name; `@kind` registers it, which adds it to `--faults`, the help and the report.
 """
@@ -20,7 +20,7 @@ from runner.checkpoint.files.directory import Folder, store_of
 from runner.checkpoint.files.store import step_name
 from runner.errors import CheckpointError, ExitStatus
 
-SMALLEST_LIMIT = 8192  # bytes of a file that may always be written: the status still fits
+SMALLEST_LIMIT = 8192  # bytes of a file that may always be written, enough for the status
 
 
 class Fault(ABC):
@@ -45,12 +45,12 @@ class Fault(ABC):
     any_ranks: ClassVar[bool] = False
 
     def triggers_for(self, local: bool) -> tuple[str, ...]:
-        """When it may be injected into a process on this machine, or into a job."""
+        """Return the triggers for a process on this machine, or for a job."""
         return self.triggers if local or self.job_triggers is None else self.job_triggers
 
     @abstractmethod
     def inject(self, stage: Stage, planned: PlannedFault) -> str:
-        """Inject the fault; what the run did, in words.
+        """Inject the fault and describe how the run reacted.
 
         Raises:
             TooLateError: the run finished first.
@@ -76,7 +76,6 @@ class StopSignal(Fault):
     in_a_job = True
 
     def ask(self, stage: Stage) -> None:
-        """Ask the run to stop."""
         stage.target.send(self.signum)
 
     def inject(self, stage: Stage, planned: PlannedFault) -> str:
@@ -119,7 +118,7 @@ class Sigusr2(StopSignal):
 
 @kind
 class Requeue(StopSignal):
-    """By an administrator, or by Slurm where a preemption has no grace time."""
+    """A requeue by an administrator, or by Slurm if a preemption has no grace time."""
 
     name, about = "requeue", "scontrol requeue: the job is requeued at once"
     triggers = ("step", "evaluation")
@@ -131,7 +130,7 @@ class Requeue(StopSignal):
 
 @kind
 class Cancel(StopSignal):
-    """By its user; rerunning the command submits it again."""
+    """A cancellation by the user; rerunning the command submits the run again."""
 
     name, about = "cancel", "scancel: the job is cancelled"
     triggers = ("step", "evaluation")
@@ -220,7 +219,7 @@ class DiskFull(Fault):
         if ended is not None or not stage.target.freeze():
             raise self.ended(stage)
         warning = stage.watch.warnings()[-1]
-        # Retention may have deleted an old one after a save that was in progress when the limit came.
+        # Retention may have deleted an old checkpoint after a save that was in progress when the limit was set.
         harmed = [path.name for path in before if path.exists() and _is_corrupt(path)]
         if harmed or newest(stage) < max(map(_step, before)):
             raise UnansweredError(f"{', '.join(harmed) or 'the newest checkpoint'} can no longer be used")
@@ -237,7 +236,7 @@ class DiskFull(Fault):
 
     @staticmethod
     def ended(stage: Stage) -> Exception:
-        """What it means that training ended: a run that cannot make its very last save is right to fail."""
+        """Return the error if training ended. A run that cannot make its very last save is right to fail."""
         status = stage.target.ended()
         if stage.watch.step() >= stage.steps:
             return TooLateError()
@@ -245,7 +244,7 @@ class DiskFull(Fault):
 
     @staticmethod
     def _limit(stage: Stage) -> int:
-        """Half of the largest file of a checkpoint, so that a save fails in the middle of it."""
+        """Return half the size of the largest file of a checkpoint, so that a save fails in the middle of it."""
         newest_one = max(stage.committed(), key=_step)
         largest = max(path.stat().st_size for path in newest_one.iterdir())
         return max(largest // 2, SMALLEST_LIMIT) if largest > SMALLEST_LIMIT else 0
@@ -317,7 +316,7 @@ class Frozen(Fault):
         older.unfreeze()
         status = stage.wait_for_end(older)
         if status == ExitStatus.FINISHED and stage.injected_at[0] >= stage.steps:
-            raise TooLateError  # it had made its last step and saved it: there was nothing left to take over
+            raise TooLateError  # it had saved its last step, so nothing was left to take over
         if status != ExitStatus.SUPERSEDED:
             raise UnansweredError(f"the older ended with status {status} instead of 74: {older.tail()}")
         if written := stage.committed(fence) - before:
@@ -326,7 +325,7 @@ class Frozen(Fault):
 
 
 def kill(stage: Stage) -> None:
-    """Send SIGKILL to the run, which must end by it."""
+    """Send SIGKILL to the run and check that this ends it."""
     stage.target.send(signal.SIGKILL)
     status = stage.wait_for_end()
     if status == ExitStatus.FINISHED:
@@ -336,7 +335,7 @@ def kill(stage: Stage) -> None:
 
 
 def newest(stage: Stage) -> int:
-    """Step of the newest checkpoint, every byte of which was read; 0 if there is none yet."""
+    """Return the step of the newest checkpoint after reading every byte of it; 0 if there is none yet."""
     try:
         found = choice.newest(store_of(stage.run))
     except CheckpointError as error:
@@ -345,7 +344,7 @@ def newest(stage: Stage) -> int:
 
 
 def flip(checkpoint: Path, draw: random.Random) -> str:
-    """Change one byte of a file of `checkpoint`; which one, in words."""
+    """Change one byte of a file of `checkpoint`, and return a description of that byte."""
     path = draw.choice(sorted(path for path in checkpoint.iterdir() if path.stat().st_size))
     offset = draw.randrange(path.stat().st_size)
     with open(path, "r+b") as file:
@@ -357,7 +356,7 @@ def flip(checkpoint: Path, draw: random.Random) -> str:
 
 
 def shortened(text: str, length: int = 90) -> str:
-    """The beginning of `text`."""
+    """Return the beginning of `text`."""
     return text if len(text) <= length else text[: length - 1].rstrip() + "…"
 
 

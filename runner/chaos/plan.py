@@ -1,4 +1,4 @@
-"""Which fault is injected when, as a pure function of the seed; and what came of it."""
+"""Plan when each fault is injected, as a pure function of the seed, and record the outcomes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-# Faults come in this part of a run: nothing would notice one at its very end.
+# The part of a run in which faults are injected: no step would follow a fault at the very end.
 BUSY = 0.8
 
 
@@ -17,7 +17,7 @@ class PlannedFault:
     Attributes:
         number: counted from 1.
         kind: the name of the kind of fault.
-        trigger: the name of the trigger that is waited for.
+        trigger: the name of the trigger to wait for.
         step: the trigger counts only once this many steps are complete.
         fraction: in [0, 1): how far into the start of an attempt, if the trigger is `start`; which byte, if one is
             flipped.
@@ -32,10 +32,11 @@ class PlannedFault:
 
 @dataclass
 class Outcome:
-    """What came of one injected fault.
+    """The outcome of one injected fault.
 
     Attributes:
-        step, attempt: where the run was when the fault was injected.
+        step: complete steps of the run when the fault was injected.
+        attempt: the attempt in progress then.
         answer: what the run did, in words.
         answered: whether that is what the fault requires.
         resumes_at: the step at which the next attempt has to resume; None if there is none.
@@ -55,7 +56,7 @@ class Outcome:
 
 
 def make_plan(triggers: Mapping[str, Sequence[str]], count: int, steps: int, seed: int) -> list[PlannedFault]:
-    """`count` faults in order of their steps, each kind at least once if `count` allows.
+    """Plan `count` faults, ordered by step, with each kind at least once if `count` allows.
 
     Args:
         triggers: the kinds to choose from, each with its possible triggers.
@@ -75,7 +76,7 @@ def make_plan(triggers: Mapping[str, Sequence[str]], count: int, steps: int, see
 
 
 def replan(left: Sequence[PlannedFault], steps: int, seed: int, round_number: int) -> list[PlannedFault]:
-    """The faults that a run was too short for, spread over another run of the same length.
+    """Spread the faults that a run was too short for over another run of the same length.
 
     Args:
         left: the faults that were not injected.
@@ -91,6 +92,6 @@ def replan(left: Sequence[PlannedFault], steps: int, seed: int, round_number: in
 
 
 def spread(draw: random.Random, count: int, steps: int) -> list[int]:
-    """`count` steps in ascending order, one in each part of the busy time of a run of `steps` steps."""
+    """Draw `count` steps in ascending order, one in each part of the busy time of a run of `steps` steps."""
     last = max(1, int(steps * BUSY))
     return [min(last, max(1, round((index + draw.random()) * last / count))) for index in range(count)]

@@ -1,4 +1,4 @@
-"""The result of a drill: a table on the terminal, and a report in HTML or JSON."""
+"""Report the result of a drill: a table on the terminal, and a report in HTML or JSON."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ POINTS = 1000  # of a curve
 
 @dataclass
 class Result:
-    """Everything that a drill has found."""
+    """All findings of a drill."""
 
     command: str
     config: str  # the run's readable name
-    settings: list[str]  # what was changed in the configuration
+    settings: list[str]  # changes to the configuration
     seed: int
     plan: list[PlannedFault]
     outcomes: list[Outcome]
     comparisons: dict[str, Comparison]  # by the name of the run under faults
-    errors: list[str]  # whatever else went wrong
+    errors: list[str]  # other errors
     reference: RunDir
     killed: list[RunDir]
 
     @property
     def missing(self) -> list[PlannedFault]:
-        """Planned faults that could not be injected."""
+        """Return the planned faults that could not be injected."""
         done = {outcome.number for outcome in self.outcomes}
         return [fault for fault in self.plan if fault.number not in done]
 
@@ -55,17 +55,17 @@ class Result:
 
     @property
     def good(self) -> bool:
-        """Identical, every fault was injected, and the run did what each requires."""
+        """Return whether the results are identical, every fault was injected, and the run did what each requires."""
         answered = all(outcome.answered for outcome in self.outcomes)
         return self.identical and answered and not self.missing and not self.errors
 
     @property
     def steps_lost(self) -> int:
-        """Steps trained more than once, because of all faults."""
+        """Return the steps trained more than once, because of all faults."""
         return sum(outcome.steps_lost for outcome in self.outcomes)
 
     def verdict(self) -> list[str]:
-        """The verdict in one line, then one line for each reason against it."""
+        """Return the verdict in one line, then one line for each reason against it."""
         lines = [f"{run}: {first}" for run, found in self.comparisons.items() for first in map(str, found.differences)]
         lines += [f"fault {o.number}, {o.kind} at step {o.step}: {o.answer}" for o in self.outcomes if not o.answered]
         if self.missing:
@@ -87,7 +87,7 @@ class Result:
         return [first, *lines]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values for JSON."""
         return {
             "verdict": "identical"
             if self.good
@@ -109,7 +109,7 @@ class Result:
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
-    """One row for each kind of fault; see `COLUMNS`."""
+    """Return one row for each kind of fault; see `COLUMNS`."""
     found: list[tuple[str, ...]] = []
     for kind in dict.fromkeys(outcome.kind for outcome in outcomes):
         own = [outcome for outcome in outcomes if outcome.kind == kind]
@@ -154,7 +154,7 @@ def write(result: Result, path: Path) -> None:
 
 
 def _results(result: Result) -> list[RunResults]:
-    """The reference and the runs under faults."""
+    """Read the results of the reference and the runs under faults."""
     found = [read_run(run, run.path.parent, POINTS) for run in (result.reference, *result.killed)]
     for run in found:
         run.state = str(run.status.get("state", ""))
@@ -176,7 +176,7 @@ def _single(outcome: Outcome) -> tuple[Any, ...]:
 
 
 def as_html(result: Result) -> str:
-    """The report as one HTML file: the verdict and the faults, and then the runs beside each other."""
+    """Render the report as one HTML file: the verdict and the faults, then the runs side by side."""
     first, *rest = result.verdict()
     singles = [[str(cell) for cell in _single(outcome)] for outcome in result.outcomes]
     parts = [

@@ -1,4 +1,4 @@
-"""The target of faults with `launcher=slurm`: the job of a run, through the queue."""
+"""Inject faults into the job of a run, through the queue: the target for `launcher=slurm`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner.errors import ExitStatus, UserError
 from runner.rundir.paths import RunDir
 from runner.system import clock, files, processes
 
-ENDING_S = 4.0  # the batch script of the last attempt has surely ended after this
+ENDING_S = 4.0  # by then the batch script of the last attempt has ended
 ASK_EVERY_S = 0.3  # do not flood the controller
 
 
@@ -43,10 +43,10 @@ class SlurmTarget:
 
     @property
     def job_id(self) -> str | None:
-        """Id of the job that was submitted last."""
+        """Return the id of the job that was submitted last."""
         return files.read_object(self.run.job).get("job_id")
 
-    # While the job is queued or running, rerunning the command reports that and submits nothing.
+    # While the job is queued or running, the command reports that and submits nothing.
     refusals: tuple[int, ...] = (int(ExitStatus.FINISHED), int(ExitStatus.LOCKED))
 
     def begin(self) -> None:
@@ -64,10 +64,9 @@ class SlurmTarget:
             raise UserError(f"the run could not be submitted: {submitting.tail()}")
 
     def _nudge(self, state: Mapping[str, str]) -> None:
-        """Let a delayed job start at once.
+        """Let a delayed job start at once, but only after the batch script of its last attempt has ended.
 
-        But not before the batch script of its last attempt has surely ended: Slurm would take the end of that one for
-        the end of the next.
+        Otherwise Slurm would take the end of that script for the end of the next attempt.
         """
         if state.get("JobState") not in SLURM_WAITING:
             self._waiting_since = None
@@ -81,7 +80,7 @@ class SlurmTarget:
     def ended(self) -> int | None:
         state = self._show()
         if int(state.get("Restarts", self._restarts)) > self._restarts:
-            # The old attempt is over for good only when the job waits again.
+            # The old attempt is over only when the job waits again.
             return self._status() if state.get("JobState") != "COMPLETING" else None
         if _is_over(state):
             return self._status()
@@ -107,31 +106,31 @@ class SlurmTarget:
         _ask("scancel", f"--signal={signal.Signals(signum).name.removeprefix('SIG')}", str(self.job_id))
 
     def _kill(self) -> None:
-        """Send SIGKILL to the process itself, on its node: `scancel --signal=KILL` would ask it to stop first."""
+        """Send SIGKILL to the process on its node, because `scancel --signal=KILL` would ask it to stop first."""
         attempt = files.read_object(self.run.attempt)
         where = [f"--nodelist={attempt['node']}"] if attempt.get("node") else []
         step = ["srun", f"--jobid={self.job_id}", "--overlap", "--nodes=1", "--ntasks=1", *where]
         _ask(*step, "kill", "-KILL", str(attempt.get("pid")))
 
     def requeue(self) -> None:
-        """As an administrator would, or Slurm itself without a grace time."""
+        """Requeue the job, as an administrator would, or Slurm without a grace time."""
         _ask("scontrol", "requeue", str(self.job_id))
 
     def cancel(self) -> None:
-        """As its user would."""
+        """Cancel the job, as its user would."""
         _ask("scancel", str(self.job_id))
 
     def freeze(self) -> bool:
         return self.ended() is None
 
     def unfreeze(self) -> None:
-        """Nothing to do: a job is not frozen."""
+        """Do nothing, because a job is never frozen."""
 
     def limit_files(self, size: int | None) -> None:
         raise UserError("writes of a job on another machine cannot be limited: remove disk-full from --faults")
 
     def another(self) -> LocalTarget:
-        """The command rerun, which must be refused before it submits anything."""
+        """Return a rerun of the command, which must be refused before it submits anything."""
         return LocalTarget(self.command, self.log)
 
     def wait(self, timeout_s: float) -> int | None:
@@ -153,24 +152,24 @@ class SlurmTarget:
         return "\n".join(text.splitlines()[-TAIL_LINES:])
 
     def _show(self, fresh: bool = False) -> dict[str, str]:
-        """What Slurm reports about the job; empty if there is none."""
+        """Return what Slurm reports about the job; empty if there is no job."""
         now = clock.monotonic()
         if fresh or now - self._asked >= ASK_EVERY_S:
             self._asked = now
             job_id = self.job_id
             text = _ask("scontrol", "show", "job", "-o", job_id) if job_id else ""
-            if text is not None:  # else the controller is busy: its last answer still holds
+            if text is not None:  # else the controller is busy, and its last answer is kept
                 self._answer = dict(word.split("=", 1) for word in text.split() if "=" in word)
         return self._answer
 
 
 def _is_over(state: Mapping[str, str]) -> bool:
-    """Whether there is no job, or it has ended."""
+    """Return whether the job has ended or does not exist."""
     return state.get("JobState", "COMPLETED") in SLURM_OVER
 
 
 def _ask(*command: str) -> str | None:
-    """The output of a Slurm command; empty if there is no such job, None if the command failed otherwise."""
+    """Return the output of a Slurm command; empty if there is no such job, None if the command failed otherwise."""
     try:
         done = processes.run(command, capture_output=True, text=True, timeout=STOPPING_S, check=False)
     except subprocess.TimeoutExpired:

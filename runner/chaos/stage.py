@@ -1,4 +1,4 @@
-"""One run directory under faults: what the kinds of fault work with, and when a fault may be injected."""
+"""Observe and control one run directory under faults, and decide when a fault may be injected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner.errors import ExitStatus, TrainingError
 from runner.rundir.paths import RunDir
 from runner.system import clock, files
 
-PATIENCE_S = 900.0  # without a step, a new holder or a line of output: the run hangs
+PATIENCE_S = 900.0  # a run without a step, a new holder or a line of output for so long hangs
 POLL_S = 0.0003
 SHOW_EVERY_S = 0.2
 START_S = 1.0  # from acquiring the lease to the first step, until it has been measured
@@ -30,7 +30,7 @@ class UnansweredError(Exception):
 
 
 class BrokenError(TrainingError):
-    """The run under faults ended by itself, or hangs."""
+    """The run under faults ended although no fault was injected, or hangs."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Stage:
     save_every: int
     eval_every: int
     start_s: float = START_S
-    ranks: Sequence[int] = ()  # that an attempt may have
+    ranks: Sequence[int] = ()  # numbers of ranks that an attempt may have
     targets: list[Target] = field(default_factory=list)
     resumes_at: int | None = None
     steps_lost: int = 0
@@ -64,7 +64,10 @@ class Stage:
         self.target.begin()
 
     def _metrics_state(self) -> tuple[int, int]:
-        """Changes when an attempt that has restored its state truncates the metrics, replaces them or adds to them."""
+        """Return a value that changes when an attempt truncates, replaces or extends the metrics.
+
+        An attempt does so only after it has restored its state.
+        """
         try:
             state = self.run.metrics.stat()
         except FileNotFoundError:
@@ -72,16 +75,16 @@ class Stage:
         return state.st_ino, state.st_mtime_ns
 
     def freeze_at(self, planned: PlannedFault) -> None:
-        """Wait until the trigger of a fault is true, and freeze the run there if that is possible.
+        """Wait until the trigger of a fault is true, and freeze the run there if possible.
 
         Raises:
             TooLateError: the run finished first.
-            BrokenError: it ended by itself.
+            BrokenError: it ended without a fault.
         """
         self.ensure_running()
         trigger = TRIGGERS[planned.trigger]
         while True:
-            # An attempt that has ended cannot be a target, whatever it left behind.
+            # An attempt that has ended cannot be a target, whatever its files show.
             self.wait_for(lambda: self.target.ended() is None and trigger(self, planned))
             self.injected_at = self.here()
             if self.target.freeze() and trigger(self, planned) and not self.run.finished.exists():
@@ -93,7 +96,7 @@ class Stage:
                 raise TooLateError
 
     def wait_for(self, condition: Callable[[], object]) -> None:
-        """Return when `condition` is true.
+        """Wait until `condition` is true.
 
         Raises:
             TooLateError: the run finished first.
@@ -106,9 +109,12 @@ class Stage:
             raise BrokenError(f"the run ended by itself with status {status}\n{self.target.tail()}")
 
     def wait_for_or_end(self, condition: Callable[[], object]) -> int | None:
-        """None when `condition` is true, or the exit status of the attempt if it ended before."""
+        """Wait until `condition` is true or the attempt ends.
+
+        Return its exit status, or None if `condition` is true.
+        """
         for _ in self._poll():
-            # In this order: what an attempt did at its very end counts.
+            # In this order, so that the attempt's last actions count.
             status = self.target.ended()
             if condition():
                 return None
@@ -117,7 +123,7 @@ class Stage:
         return None
 
     def wait_for_end(self, target: Target | None = None) -> int:
-        """Exit status of the attempt, or of another process on its run."""
+        """Wait for the end of the attempt, or of another process on its run, and return the exit status."""
         target = target or self.target
         for _ in self._poll():
             status = target.ended()
@@ -126,7 +132,7 @@ class Stage:
         return 1
 
     def owned(self) -> bool:
-        """Whether the attempt holds the run directory."""
+        """Return whether the attempt holds the run directory."""
         number, holder = self.watch.holder()
         if not self.target.owns(holder):
             return False
@@ -135,11 +141,11 @@ class Stage:
         return True
 
     def seconds_since_owned(self) -> float:
-        """Seconds since the attempt was first seen to hold the run directory."""
+        """Return the seconds since the attempt was first seen to hold the run directory."""
         return clock.monotonic() - self._owned_at[1]
 
     def made_steps(self) -> bool:
-        """Whether the attempt has completed a step."""
+        """Return whether the attempt has completed a step."""
         attempt = self.watch.attempt()
         return (
             self.target.owns(attempt)
@@ -148,32 +154,32 @@ class Stage:
         )
 
     def last_ended(self) -> dict[str, Any]:
-        """The line of the last attempt in the attempt log."""
+        """Return the last entry of the attempt log."""
         return dict(next(iter(reversed(list(files.read_lines(self.run.attempts)))), {}))
 
     def committed(self, fence: int | None = None) -> set[Path]:
-        """Checkpoints on disk; with `fence`, those written by the holder of that fencing number."""
+        """Return the checkpoints on disk; with `fence`, only those written by the holder of that fencing number."""
         paths = {self.run.checkpoint(step) for step in self.run.checkpoint_steps()}
         if fence is None:
             return paths
         return {path for path in paths if files.read_object(path / "manifest.json").get("fence") == fence}
 
     def must_resume_at(self, step: int) -> None:
-        """Note where the next attempt has to resume; called while no attempt makes steps."""
+        """Record where the next attempt has to resume. Call this while no attempt makes steps."""
         self.resumes_at, self.steps_lost = step, max(0, self.watch.step() - step)
 
     def add(self, target: Target) -> Target:
-        """One more process on this run, which is stopped at the end."""
+        """Register another process on this run, to be stopped at the end, and return it."""
         self.targets.append(target)
         return target
 
     def replace(self, target: Target) -> None:
-        """From here on, another process is the run."""
+        """Make another process the target from here on."""
         self.target = self.add(target)
         self._metrics = None
 
     def here(self) -> tuple[int, int | None]:
-        """Steps complete, and the number of the attempt in progress."""
+        """Return the complete steps, and the number of the attempt in progress."""
         attempt = self.watch.attempt()
         step = self.watch.step() if self.made_steps() else self.run.newest_step()
         return step, attempt.get("attempt") if self.target.owns(attempt) else None
@@ -186,7 +192,7 @@ class Stage:
         """
         self.ensure_running()
         while (status := self.wait_for_end()) == ExitStatus.INTERRUPTED:
-            self.ensure_running()  # a job that was asked to stop just before its end
+            self.ensure_running()  # needed if a job was asked to stop just before its end
         if status:
             raise BrokenError(f"the run ended by itself with status {status}\n{self.target.tail()}")
 
@@ -220,43 +226,43 @@ Trigger = Callable[[Stage, PlannedFault], bool]
 
 
 def start(stage: Stage, planned: PlannedFault) -> bool:
-    """An attempt imports, builds and restores."""
+    """Trigger while an attempt imports, builds and restores."""
     return stage.owned() and (stage.seconds_since_owned() >= planned.fraction * stage.start_s or stage.made_steps())
 
 
 def step(stage: Stage, planned: PlannedFault) -> bool:
-    """During a step."""
+    """Trigger during a step."""
     return stage.watch.step() >= planned.step and stage.made_steps()
 
 
 def evaluation(stage: Stage, planned: PlannedFault) -> bool:
-    """During an evaluation."""
+    """Trigger during an evaluation."""
     return stage.watch.evaluating(stage.eval_every) and step(stage, planned)
 
 
 def save(stage: Stage, planned: PlannedFault) -> bool:
-    """The files of a checkpoint are being written."""
+    """Trigger while the files of a checkpoint are being written."""
     return bool(stage.watch.saves()) and stage.watch.step() >= planned.step and stage.owned()
 
 
 def rename(stage: Stage, planned: PlannedFault) -> bool:
-    """A checkpoint lacks only its final name."""
+    """Trigger when a checkpoint lacks only its final name."""
     return bool(stage.watch.renames()) and stage.watch.step() >= planned.step and stage.owned()
 
 
 def after_a_save(stage: Stage, planned: PlannedFault) -> bool:
-    """During a step, once the attempt has saved."""
+    """Trigger during a step, once the attempt has saved."""
     saved = stage.run.newest_step()
     return step(stage, planned) and saved > int(stage.watch.attempt().get("start_step") or 0)
 
 
 def two_checkpoints(stage: Stage, planned: PlannedFault) -> bool:
-    """During a step, with two checkpoints on disk."""
+    """Trigger during a step, with two checkpoints on disk."""
     return step(stage, planned) and len(stage.run.checkpoint_steps()) >= 2
 
 
 def room_left(stage: Stage, planned: PlannedFault) -> bool:
-    """During a step, with a checkpoint on disk and time for two more saves before the end."""
+    """Trigger during a step, with a checkpoint on disk and time for two more saves before the end."""
     early = stage.watch.step() <= stage.steps - 2 * stage.save_every
     return early and step(stage, planned) and bool(stage.run.checkpoint_steps())
 

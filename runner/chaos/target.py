@@ -1,4 +1,4 @@
-"""The target of faults: processes of this machine. `slurm_target` is the same for jobs of a cluster."""
+"""Inject faults into processes on this machine; `slurm_target` does the same for jobs of a cluster."""
 
 from __future__ import annotations
 
@@ -33,42 +33,42 @@ class Target(Protocol):
     ranks: int | None
 
     def begin(self) -> None:
-        """Start an attempt, or let the queued one start; harmless if one is running."""
+        """Start an attempt, or let the queued one start. Do nothing if one is running."""
 
     def ended(self) -> int | None:
-        """Exit status of the attempt, negative if a signal ended it; None while it runs."""
+        """Return the exit status of the attempt, negative if a signal ended it; None while it runs."""
 
     def owns(self, holder: Mapping[str, Any]) -> bool:
-        """Whether this holder of a run directory is the attempt."""
+        """Return whether this holder of a run directory is the attempt."""
 
     def send(self, signum: int) -> None:
         """Send a signal to the training process."""
 
     def freeze(self) -> bool:
-        """Pause it where it is, if that is possible from here; False if it has ended."""
+        """Pause the attempt where it is, if possible. Return False if it has ended."""
 
     def unfreeze(self) -> None:
-        """Let it continue."""
+        """Let the attempt continue."""
 
     def limit_files(self, size: int | None) -> None:
         """Refuse writes beyond `size` bytes of a file; None lifts the limit."""
 
     def another(self) -> Target:
-        """A second one on the same run directory, not started."""
+        """Return a second target on the same run directory, not started."""
 
     def wait(self, timeout_s: float) -> int | None:
-        """Exit status; None if it still runs after `timeout_s` seconds."""
+        """Return the exit status; None if it still runs after `timeout_s` seconds."""
 
     def stop(self) -> None:
-        """Ask it to save and exit; kill it if it does not."""
+        """Ask the attempt to save and exit, and kill it if it does not."""
 
     def tail(self) -> str:
-        """The last lines of its output."""
+        """Return the last lines of the attempt's output."""
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay what stops the command until the end of the block: a process that was started must be known."""
+    """Delay signals that stop the command until the end of the block, so that every started process is known."""
     came: list[tuple[int, FrameType | None]] = []
     try:
         with received_by(lambda *received: came.append(received)) as before:
@@ -81,8 +81,8 @@ def uninterrupted() -> Iterator[None]:
 class LocalTarget:
     """Processes of this machine, one attempt each.
 
-    One rank is the command's own process. Several are processes that the command starts and waits for: whatever is done
-    to the attempt is done to all of them.
+    A single rank is the command's own process. Several ranks are processes that the command starts and waits for;
+    faults are injected into all of them.
 
     Args:
         command: starts an attempt.
@@ -97,13 +97,13 @@ class LocalTarget:
         self.log = log
         self.ranks = ranks
         self._process: subprocess.Popen[bytes] | None = None
-        self._started_ranks = False  # by the command, as processes of their own
+        self._started_ranks = False  # whether the command has started ranks as processes of their own
         self._owners: set[int] = set()
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
 
     @property
     def pids(self) -> list[int]:
-        """The training processes."""
+        """Return the training processes."""
         if self._process is None:
             return []
         if not self._started_ranks:
@@ -117,7 +117,8 @@ class LocalTarget:
         self._owners.clear()
         self._started_ranks = self.ranks not in (None, 1)
         shape = [] if self.ranks is None else [f"launcher.ranks={self.ranks}"]
-        # A session of its own: Ctrl-C reaches the drill alone. A pipe: `disk-full` must not refuse writes to a log.
+        # The process gets its own session, so that Ctrl-C reaches only the drill. It gets a pipe, because `disk-full`
+        # must not refuse writes to a log.
         with uninterrupted():
             self._process = subprocess.Popen(
                 [*self.command, *shape],
@@ -143,20 +144,20 @@ class LocalTarget:
         pid = holder.get("pid")
         if self._process is None or not isinstance(pid, int):
             return False
-        # Known from then on, also when the process is gone.
+        # Once known, it is kept, also when the process is gone.
         if pid == self._process.pid or (pid not in self._owners and processes.parent_of(pid) == self._process.pid):
             self._owners.add(pid)
         return pid in self._owners
 
     def send(self, signum: int) -> None:
-        """Send a signal to the training processes; to the command instead as long as it has started none."""
+        """Send a signal to the training processes, or to the command if it has not started any yet."""
         if self._process is None:
             return
         pids = self.pids
         if not self._started_ranks or not pids:
             self._process.send_signal(signum)
         elif signum == signal.SIGKILL:
-            self._process.send_signal(signal.SIGSTOP)  # it must not see one of them die
+            self._process.send_signal(signal.SIGSTOP)  # so that the command does not see a rank die
             self._signal(pids, signum)
             while not all(self._is_in(pid, "ZX") for pid in pids):
                 clock.sleep(0.0002)
@@ -172,7 +173,7 @@ class LocalTarget:
 
     @staticmethod
     def _is_in(pid: int, states: str) -> bool:
-        """Whether a process is in one of these states, or gone."""
+        """Return whether a process is in one of these states, or gone."""
         state = processes.state_of(pid)
         return state is None or state[0] in states
 
@@ -212,7 +213,7 @@ class LocalTarget:
             self.unfreeze()
             if self.wait(STOPPING_S) is None:
                 self.kill()
-        except KeyboardInterrupt:  # a second Ctrl-C: not even time to save
+        except KeyboardInterrupt:  # a second Ctrl-C: do not wait for the save
             self.kill()
             raise
 
@@ -226,5 +227,5 @@ class LocalTarget:
 
 
 def _is_rank(pid: int) -> bool:
-    """Whether a process that the command has started is one of its ranks."""
+    """Return whether a process that the command has started is one of its ranks."""
     return "runner.training.attempt" in (files.read_small(f"/proc/{pid}/cmdline") or "")

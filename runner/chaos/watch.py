@@ -1,4 +1,4 @@
-"""What can be observed of a run from outside, by its files: cheap enough to be polled a thousand times a second."""
+"""Observe a run from outside, by its files: cheap enough to be polled a thousand times a second."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Watch:
         self._records: list[dict[str, Any]] = []
 
     def last_records(self) -> list[dict[str, Any]]:
-        """The last record of metrics.jsonl, preceded by the last one of a training step if that is another."""
+        """Return the last record of metrics.jsonl, preceded by the last training step's if that is another record."""
         try:
             with open(self.run.metrics, "rb") as file:
                 state = os.fstat(file.fileno())
@@ -36,25 +36,25 @@ class Watch:
         return self._records
 
     def step(self) -> int:
-        """Steps complete, according to the metrics."""
+        """Return the complete steps, according to the metrics."""
         return max((int(record["step"]) for record in self.last_records()), default=0)
 
     def evaluating(self, every: int) -> bool:
-        """Whether a step is complete whose evaluation is due and is not."""
+        """Return whether an evaluation of a complete step is due and not recorded."""
         records = self.last_records()
         return bool(records and every and "loss" in records[-1] and records[-1]["step"] % every == 0)
 
     def holder(self) -> tuple[int, dict[str, Any]]:
-        """Fencing number and identity of the lease's holder; (0, {}) if there is none."""
+        """Return the fencing number and identity of the lease's holder; (0, {}) if there is none."""
         number, holder = lease.read_holder(self.run.lease) or (0, {})
         return (0, {}) if holder.get("released") else (number, holder)
 
     def attempt(self) -> dict[str, Any]:
-        """The record of the attempt in progress; empty if there is none."""
+        """Return the record of the attempt in progress; empty if there is none."""
         return files.read_object(self.run.attempt)
 
     def saves(self) -> list[Path]:
-        """Temporary directories of checkpoints that are being written."""
+        """Return the temporary directories of checkpoints that are being written."""
         try:
             names = os.listdir(self.run.checkpoints)
         except FileNotFoundError:
@@ -62,11 +62,11 @@ class Watch:
         return [self.run.checkpoints / name for name in names if _SAVING.fullmatch(name)]
 
     def renames(self) -> list[Path]:
-        """Those of `saves` that have all their files and lack only their final name."""
+        """Return those of `saves` that have all their files and lack only their final name."""
         return [path for path in self.saves() if os.path.exists(path / "manifest.json")]
 
     def warnings(self) -> list[str]:
-        """Errors that this attempt has survived and reported."""
+        """Return the errors that this attempt has survived and reported."""
         return list(files.read_object(self.run.status).get("warnings") or [])
 
 

@@ -1,5 +1,7 @@
-"""A search for good settings: its points, its journal, and what is to be trained next. Imports neither torch nor Hydra.
+"""Search for good settings: the points, the journal, and the choice of what to train next.
 
-A search is runs and a journal. Whoever has time to train takes the lease of the search for a moment, reads the journal,
-adds what it is going to do, and does it: there is no process that lives as long as the search.
+Imports neither torch nor Hydra.
+
+A search consists of runs and a journal. A process that can train acquires the lease of the search for a moment, reads
+the journal, records its next task there, and then trains it. No process lives as long as the search.
 """

@@ -1,7 +1,8 @@
-"""What a search does next: a function of its journal, so that anybody can check every decision afterwards.
+"""Decide what a search does next, as a function of its journal, so that every decision can be checked afterwards.
 
 ASHA as in Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning", Algorithm 2: promote the best trial
-that is among the top 1/reduction of a rung and was not promoted yet, the highest rung first; otherwise begin a trial.
+that is among the top 1/reduction of a rung and was not promoted yet, starting at the highest rung. Otherwise begin a
+trial.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from runner.search.rules import Algorithm, Rules
 
 @dataclass(frozen=True)
 class Decision:
-    """Start the next trial, promote one to a rung, wait for results, or end."""
+    """The next decision of a search: start the next trial, promote a trial to a rung, wait for results, or end."""
 
     what: str
     trial: int | None = None
     rung: int | None = None
 
     def matches(self, entry: Entry) -> bool:
-        """Whether an entry of the journal records this decision."""
+        """Return whether an entry of the journal records this decision."""
         return self.what == entry["entry"] and all(
             wanted is None or entry.get(key) == wanted for key, wanted in (("trial", self.trial), ("rung", self.rung))
         )
 
 
 def decide(rules: Rules, journal: Journal) -> Decision:
-    """Return what is to be done next, once what others have begun is left to them."""
+    """Return the next decision for a process that does not take over other processes' tasks."""
     goes_on = not gives_up(journal)
     if rules.algorithm.pauses and goes_on:
         for rung in reversed(range(len(journal.rungs) - 1)):
@@ -45,7 +46,7 @@ def decide(rules: Rules, journal: Journal) -> Decision:
 
 
 def promotable(rules: Rules, journal: Journal, rung: int) -> Trial | None:
-    """Return the best trial at a rung that may go on from there and has not; None if there is none."""
+    """Return the best trial that may be promoted from a rung and was not; None if there is none."""
     values = journal.at(rung)
     best = sorted(values, key=lambda number: (rules.rank(values[number]), number))
     for number in best[: len(values) // rules.reduction]:
@@ -65,10 +66,10 @@ def most_promotions(rules: Rules, journal: Journal) -> int:
 
 
 def gives_up(journal: Journal) -> bool:
-    """Tell whether no further trial is begun or promoted, since there is something wrong with all of them.
+    """Return whether no further trial is begun or promoted, because all of them seem to have the same problem.
 
-    The first ones have all failed; or several in a row have, with errors that are not crashes, as on a disk that is
-    gone; or one lacks the metric.
+    That is so if the first trials have all failed, if several in a row have failed with errors that are not crashes (a
+    lost disk, for example), or if a trial lacks the metric.
     """
     if journal.errors >= GIVE_UP:
         return True
@@ -81,7 +82,7 @@ GIVE_UP = 3
 
 
 class Points:
-    """The points of a search in the order in which its trials get them; remembers those of earlier calls."""
+    """The points of a search in the order of its trials. Remembers the points of earlier calls."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -90,7 +91,7 @@ class Points:
         self._known: list[Point] = []
 
     def point(self, journal: Journal, number: int) -> Point:
-        """Return the point of a trial, given what the journal says before it begins.
+        """Return the point of a trial, given the journal before the trial begins.
 
         Raises:
             UserError: a package that chooses points is missing.
@@ -106,7 +107,7 @@ class Points:
 
 
 def replay(rules: Rules, entries: list[Entry]) -> list[str]:
-    """Make every decision of a journal again; a line for each that comes out differently."""
+    """Make every decision of a journal again, and return a line for each that comes out differently."""
     journal, points, wrong = Journal(rules.repeats), Points(rules), list[str]()
     for number, entry in enumerate(entries, start=1):
         if entry["entry"] in DECISIONS:
@@ -122,7 +123,7 @@ def replay(rules: Rules, entries: list[Entry]) -> list[str]:
 
 @dataclass(frozen=True)
 class Best:
-    """The best trial: by its result at the highest rung at which any trial has one."""
+    """The best trial, judged at the highest rung at which any trial has a result."""
 
     trial: Trial
     rung: int
@@ -130,7 +131,7 @@ class Best:
 
 
 def best(rules: Rules, journal: Journal) -> Best | None:
-    """Return the best trial so far, of those that have not diverged; None if none has a finite result."""
+    """Return the best trial so far that has not diverged; None if no trial has a finite result."""
     results = [journal.at(rung) for rung in range(len(journal.rungs))]
     diverged = {number for values in results for number, value in values.items() if not math.isfinite(value)}
     for rung in reversed(range(len(journal.rungs))):

@@ -1,10 +1,10 @@
-"""The directory of a search: its rules, its journal, its slots. Its runs are beside it, as those of any command.
+"""Read and write the directory of a search: its rules, its journal, its slots. Its runs are in the same folder.
 
-outputs/NAME/search.json      what is searched, and the config that every trial begins with
-outputs/NAME/journal.jsonl    see `runner.search.journal`; replaced as a whole, by the holder of the lease
-outputs/NAME/code.json        the code that the last command found, as in a run
-outputs/NAME/lease/           held for the moment of a decision
-outputs/NAME/slots/slot-0/         a directory with a lease, a job and logs, as a run has them, for each slot
+    outputs/NAME/search.json      the rules, and the config that every trial begins with
+    outputs/NAME/journal.jsonl    see `runner.search.journal`; the holder of the lease replaces the whole file
+    outputs/NAME/code.json        the code at the last command, as in a run
+    outputs/NAME/lease/           held for the moment of a decision
+    outputs/NAME/slots/slot-0/    a directory with a lease, a job and logs, as a run has them, for each slot
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from runner.system.signals import STOP
 
 FORMAT = 1
 WAIT_S = 180.0
-"""How long to wait for others to decide: longer than the heartbeat of one that was killed is waited for."""
+"""How long to wait for the lease while others decide: longer than the lease timeout of a killed process."""
 
 
 @dataclass(frozen=True)
 class SearchDir:
-    """Paths of a search."""
+    """The paths of a search."""
 
     path: Path
 
@@ -48,16 +48,15 @@ class SearchDir:
         return RunDir(self.path).lease
 
     def slot(self, number: int) -> RunDir:
-        """Return the directory of a slot: it has a lease, a job and logs, as a run has them."""
+        """Return the directory of a slot. It has a lease, a job and logs, as a run has."""
         return RunDir(self.path / "slots" / f"slot-{number}")
 
     @staticmethod
     def number_of(slot: RunDir) -> int:
-        """Return the number of a slot."""
         return int(slot.path.name.removeprefix("slot-"))
 
     def slots(self) -> list[RunDir]:
-        """Return the slots that there are, by number.
+        """Return the existing slots, ordered by number.
 
         Raises:
             OSError: the directory cannot be read.
@@ -70,29 +69,29 @@ class SearchDir:
         return sorted(found, key=self.number_of)
 
     def run(self, name: str) -> RunDir:
-        """Return a run that an entry of the journal names."""
+        """Return the run that an entry of the journal names."""
         return RunDir(Path(os.path.normpath(self.path.parent / name)))
 
     def name_of(self, run: Path) -> str:
-        """Return how the journal names a run: where it is from the directory that holds the search."""
+        """Return the journal's name of a run: its path relative to the directory that holds the search."""
         return os.path.relpath(run, self.path.parent)
 
 
 def is_search(path: Path) -> bool:
-    """Tell whether a directory is one of a search."""
+    """Return whether a directory is the directory of a search."""
     return files.is_file(SearchDir(path).record)
 
 
 @dataclass(frozen=True)
 class Record:
-    """search.json.
+    """The content of search.json.
 
     Attributes:
-        rules: what decides; they never change.
-        config: what the trials begin with, for `runner.config.template`.
-        digest: the identity of a trial without values of its own; another one makes the trials other runs.
-        directory: of the command.
-        keep: checkpoints that a paused trial keeps.
+        rules: the rules of its decisions; they never change.
+        config: the starting point of the trials, for `runner.config.template`.
+        digest: the identity of a trial without its point; if it changes, the trials become other runs.
+        directory: the directory of the command.
+        keep: how many checkpoints a paused trial keeps.
         prune: whether paused trials lose them when the search ends.
         lease_timeout_s: see run.lease_timeout_s.
     """
@@ -121,7 +120,7 @@ class Record:
         """Read search.json.
 
         Raises:
-            RunDirError: there is none, or it is malformed.
+            RunDirError: it is missing or malformed.
             OSError: it cannot be read.
         """
         found = files.read_object(search.record)
@@ -137,7 +136,7 @@ class Record:
 
 
 def read_journal(search: SearchDir, repeats: int) -> Journal:
-    """Read what was decided so far.
+    """Read the journal of a search.
 
     Raises:
         RunDirError: it is malformed.
@@ -154,7 +153,7 @@ def read_journal(search: SearchDir, repeats: int) -> Journal:
 
 @dataclass
 class Turn:
-    """The right to decide, for as long as the lease of the search is held."""
+    """The right to decide, while this process holds the lease of the search."""
 
     search: SearchDir
     journal: Journal
@@ -162,14 +161,14 @@ class Turn:
     _added: int = field(default=0)
 
     def append(self, entry: str, **values: Any) -> Entry:
-        """Add an entry, which `commit` writes."""
+        """Add an entry, to be written by `commit`."""
         made: Entry = {"entry": entry, **values, "time": round(clock.wall(), 3)}
         self.journal.add(made)
         self._added += 1
         return made
 
     def commit(self) -> None:
-        """Write what was added.
+        """Write the entries that were added.
 
         Raises:
             SupersededError: another process has taken over the lease: nothing was written.
@@ -182,15 +181,15 @@ class Turn:
 
 @contextmanager
 def turn(search: SearchDir, record: Record, holder: Mapping[str, Any] | None = None) -> Iterator[Turn]:
-    """Acquire the lease of a search and read its journal; what is added in the block is written at its end.
+    """Acquire the lease of a search and read its journal. Write the entries added in the block when it ends.
 
     Args:
         search: the search.
-        record: what it searches.
+        record: its search.json.
         holder: the job of this process.
 
     Raises:
-        LockedError: others decide without end.
+        LockedError: other processes kept the lease for too long.
         StoppedError: a signal ended the wait.
         SupersededError: this process was stopped for so long that another one has taken over.
         RunDirError: the search was moved or removed, or its journal is malformed.

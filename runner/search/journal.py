@@ -1,15 +1,15 @@
-"""The journal of a search: what was decided and what came of it, in the order in which that was written.
+"""Read and write the journal of a search: decisions and their results, in the order in which they were written.
 
     {"entry": "settings", "trials": 27, "rungs": [100, 300, 900]}        by a command; `null`: the end of the run
     {"entry": "start", "trial": 0, "values": {"optimizer.lr": "0.003"}, "repeat": 0, "slot": 0, "fence": 1}
     {"entry": "promote", "trial": 0, "rung": 1, "repeat": 0, "slot": 0, "fence": 1}
-    {"entry": "take", "trial": 0, "repeat": 1, "step": 70, "slot": 1, "fence": 4}   what is missing, or was left
-    {"entry": "run", "trial": 0, "repeat": 0, "run": "NAME"}             beside the search
+    {"entry": "take", "trial": 0, "repeat": 1, "step": 70, "slot": 1, "fence": 4}   a repeat that no live slot trains
+    {"entry": "run", "trial": 0, "repeat": 0, "run": "NAME"}             in the same folder as the search
     {"entry": "result", "trial": 0, "repeat": 0, "rung": 0, "step": 100, "value": 2.3}     `null`: diverged
     {"entry": "failed", "trial": 0, "repeat": 0, "step": 70, "how": "crash", "reason": "..."}   `killed`, `error`
     {"entry": "withdrawn", "trial": 0}
     {"entry": "retry", "trial": 0}                                       by a command: a failed or withdrawn trial
-    {"entry": "wait" | "done", "slot": 0, "fence": 1}                    there is nothing to train for now, or for good
+    {"entry": "wait" | "done", "slot": 0, "fence": 1}                    nothing to train for now, or ever again
 
 Everything about a search follows from these lines and from search.json. Imports neither torch nor numpy.
 """
@@ -30,11 +30,11 @@ RESULT, FAILED, WITHDRAWN, RETRY, WAIT, DONE = "result", "failed", "withdrawn", 
 DECISIONS = (START, PROMOTE, WAIT, DONE)
 
 CRASHES = 3
-"""A trial that crashes so often in a row without progress has failed."""
+"""A trial has failed after this many crashes in a row without progress."""
 KILLS = 20
-"""Likewise, of a process that somebody or the kernel kills while its slot lives: more, since that is seldom its own."""
+"""Likewise for kills of the training process while its slot lives. More, because the trial is seldom the cause."""
 LOSSES = 50
-"""Likewise, of slots that end while they train it, by preemptions say."""
+"""Likewise for slots that end while they train it, for example by preemption."""
 
 Entry = dict[str, Any]
 Rungs = tuple[int | None, ...]
@@ -42,7 +42,7 @@ Rungs = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class Claim:
-    """Who trains one repeat of a trial: a slot, by its number and the fence of its lease."""
+    """The slot that trains one repeat of a trial, by its number and the fence of its lease."""
 
     slot: int
     fence: int
@@ -50,7 +50,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Result:
-    """What a trial has given at a rung. `value` is None if it has diverged."""
+    """The result of a trial at a rung. `value` is None if the trial diverged."""
 
     step: int
     value: float | None
@@ -58,18 +58,18 @@ class Result:
 
 @dataclass
 class Trial:
-    """One point of the search, as the journal tells it.
+    """One point of the search, with everything that the journal records about it.
 
     Attributes:
         number: from 0, in the order in which the trials began.
         values: its point.
-        rung: the highest one that it was sent to.
-        runs: of each repeat, beside the search.
+        rung: the highest rung that it was sent to.
+        runs: by repeat, in the same folder as the search.
         results: by repeat and rung.
-        claims: who trains which repeat.
+        claims: the slot that trains each repeat.
         failed: why it is not trained any further; None: it is.
-        withdrawn: whether somebody has withdrawn it.
-        retried: whether somebody has asked for it again since.
+        withdrawn: whether a user has withdrawn it.
+        retried: whether a user has requested it again since.
     """
 
     number: int
@@ -81,20 +81,20 @@ class Trial:
     failed: str | None = None
     withdrawn: bool = False
     retried: bool = False
-    failures: dict[tuple[int, str], int] = field(default_factory=dict)  # by repeat and how, since the last progress
-    reached: dict[int, int] = field(default_factory=dict)  # by repeat, the step that the last failure left
+    failures: dict[tuple[int, str], int] = field(default_factory=dict)  # by repeat and kind, since the last progress
+    reached: dict[int, int] = field(default_factory=dict)  # by repeat, the step that was saved at the last failure
 
     @property
     def over(self) -> bool:
-        """Whether nobody is to train it any further unless asked."""
+        """Return whether the trial is not trained any further unless a user requests it."""
         return self.failed is not None or self.withdrawn
 
     def lacks(self, repeats: int) -> list[int]:
-        """Return the repeats without a result at its rung."""
+        """Return the repeats without a result at the trial's rung."""
         return [] if self.over else [each for each in range(repeats) if (each, self.rung) not in self.results]
 
     def value(self, rung: int, repeats: int) -> float | None:
-        """Return the mean over all repeats at a rung: nan if one has diverged, None if not all are there."""
+        """Return the mean over all repeats at a rung: nan if a repeat diverged, None if a result is missing."""
         found = [self.results.get((repeat, rung)) for repeat in range(repeats)]
         values = [math.nan if each.value is None else each.value for each in found if each is not None]
         return math.fsum(values) / repeats if len(values) == repeats else None
@@ -104,7 +104,7 @@ MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 
 def _malformed(text: str, repeats: int, where: object) -> RunDirError:
-    """Name the first line that does not follow from those before it, with the remedy."""
+    """Return an error for the first line that does not follow from the lines before it, with the remedy."""
     made, reason = Journal(repeats), ""
     try:
         for line in text.splitlines():
@@ -120,15 +120,15 @@ def _malformed(text: str, repeats: int, where: object) -> RunDirError:
 
 @dataclass
 class Journal:
-    """What the entries so far amount to.
+    """The state of a search that follows from the entries so far.
 
     Attributes:
         repeats: seeds per point.
         entries: all of them.
-        trials: those that were begun, by their numbers.
-        limit: how many there are to be.
+        trials: the trials that have begun, by number.
+        limit: how many trials there will be.
         rungs: the steps of the rungs.
-        errors: how many trials in a row have failed with an error, and not with a crash, without a result in between.
+        errors: how many trials in a row have failed with an error other than a crash, with no result in between.
     """
 
     repeats: int = 1
@@ -143,7 +143,7 @@ class Journal:
         """Read the lines of a journal.
 
         Raises:
-            RunDirError: it is malformed; `where` says which.
+            RunDirError: it is malformed; the message names `where`.
         """
         made = Journal(repeats)
         try:
@@ -158,10 +158,10 @@ class Journal:
         return "".join(f"{json.dumps(entry)}\n" for entry in self.entries)
 
     def add(self, entry: Entry) -> None:
-        """Take an entry into account.
+        """Add an entry and update the state.
 
         Raises:
-            LookupError, TypeError, ValueError: it does not follow from those before it.
+            LookupError, TypeError, ValueError: it does not follow from the entries before it.
         """
         kind = entry["entry"]
         if kind == SETTINGS:
@@ -212,12 +212,12 @@ class Journal:
             trial.failed = reason if most == 1 else f"{reason} ({count} times in a row without progress)"
 
     def at(self, rung: int) -> dict[int, float]:
-        """Return the results that count at a rung, by trial: means over the repeats, nan for what has diverged."""
+        """Return the results that count at a rung, by trial: means over the repeats, nan for diverged trials."""
         found = {trial.number: trial.value(rung, self.repeats) for trial in self.trials}
         return {number: value for number, value in found.items() if value is not None}
 
     def results(self, trial: Trial) -> list[tuple[int, float]]:
-        """Return the steps and results of a trial from the first rung on; nan for one that has diverged."""
+        """Return the steps and results of a trial from the first rung on; nan if it diverged."""
         values = [(rung, trial.value(rung, self.repeats)) for rung in range(len(self.rungs))]
         return [(trial.results[0, rung].step, value) for rung, value in values if value is not None]
 
@@ -227,7 +227,7 @@ class Journal:
         return [trial for trial in self.trials if trial.lacks(self.repeats)]
 
     def steps_trained(self) -> int:
-        """Return how many steps the results so far took, each step of a run once."""
+        """Return how many steps the results so far took, counting each step of a run once."""
         reached: dict[tuple[int, int], int] = {}
         for trial in self.trials:
             for (repeat, _), result in trial.results.items():

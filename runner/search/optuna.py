@@ -1,5 +1,6 @@
-"""Optuna, for what it is good at: points by its samplers, and its dashboard. It is fed from the journal, never trusted
-with it: its storages are for processes that are not killed. Needs `pip install preemptible-runner[search]`.
+"""Use Optuna for its samplers and its dashboard, fed from the journal. Needs `pip install preemptible-runner[search]`.
+
+The journal itself is not kept in Optuna, because its storages do not survive killed processes.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ except ImportError as error:
     ) from None
 
 STARTUP = 10
-"""Points that are drawn at random before there is something to learn from."""
+"""Points that are drawn at random before the sampler has enough results to learn from."""
 
 
 def suggest(rules: Rules, journal: Journal, number: int) -> Point:
-    """Return the point of a trial by Optuna's TPE, given the results so far; the first ones are those of search=random.
+    """Return the point of a trial by Optuna's TPE, given the results so far.
+
+    The first points are those of search=random.
 
     The same journal gives the same point, with the same version of Optuna.
     """
@@ -48,7 +51,7 @@ def suggest(rules: Rules, journal: Journal, number: int) -> Point:
 
 
 def write_study(rules: Rules, journal: Journal, name: str, path: Path) -> None:
-    """Write a study that optuna-dashboard shows, in the place of one that was written before.
+    """Write a study that optuna-dashboard shows, replacing an earlier one.
 
     Raises:
         UserError: the file cannot be written.
@@ -79,7 +82,7 @@ def _distributions(rules: Rules) -> dict[str, Any]:
 def _distribution(dimension: Dimension) -> Any:
     of = optuna.distributions
     if dimension.ordered:
-        return of.IntDistribution(0, len(dimension.values) - 1)  # the place in the list
+        return of.IntDistribution(0, len(dimension.values) - 1)  # the index in the list
     if dimension.values:
         return of.CategoricalDistribution(dimension.values)
     if dimension.whole:
@@ -100,7 +103,7 @@ def _parameter(dimension: Dimension, text: str) -> Any:
 
 
 def _trials(rules: Rules, journal: Journal) -> Iterator[Any]:
-    """Yield the trials as Optuna's: complete at the last rung, pruned below it or diverged, failed, or running."""
+    """Convert the trials to Optuna's: complete at the last rung, pruned below it or diverged, failed, or running."""
     states, worst = optuna.trial.TrialState, -math.inf if rules.maximize else math.inf
     distributions = _distributions(rules)
     for trial in journal.trials:

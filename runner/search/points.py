@@ -1,4 +1,7 @@
-"""The points of a search: what each setting may be, and which values the trials get. Plain Python, seeded."""
+"""Define the points of a search: the range of each setting, and the values that the trials get.
+
+Plain Python, seeded.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +14,28 @@ from itertools import product
 from typing import Any
 
 DIGITS = 4
-"""Significant digits of a number that is drawn from an interval: it is typed and read, and no result hangs on more."""
+"""Significant digits of a number drawn from an interval: few, because people type and read it."""
 TRIES = 1000
-"""Draws in search of a point that no trial has."""
+"""Maximum number of draws to find a point that no trial has."""
 
 Point = dict[str, str]
-"""The overrides of a trial: key -> value, as a command would set them."""
+"""The overrides of a trial: key -> value, as on the command line."""
 
 
 def pairs(point: Mapping[str, str]) -> list[str]:
-    """Return the overrides of a point."""
+    """Return the overrides of a point, as on the command line."""
     return [f"{key}={value}" for key, value in point.items()]
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """What one setting may be: one of some values, or a number from an interval.
+    """The range of one setting: a list of values, or an interval of numbers.
 
     Attributes:
         key: of the setting, dotted; or the name of a config group.
-        values: as a command would set them; empty for an interval.
-        low, high: ends of the interval, both included.
+        values: as on the command line; empty for an interval.
+        low: lower end of the interval, included.
+        high: upper end of the interval, included.
         log: whether the logarithm is drawn uniformly.
         whole: whether the numbers are whole.
         ordered: whether the values are numbers in ascending order.
@@ -47,18 +51,18 @@ class Dimension:
 
     @property
     def size(self) -> float:
-        """How many values there are; infinite for an interval of numbers that are not whole."""
+        """Return the number of values; infinite for an interval of numbers that are not whole."""
         if self.values:
             return len(self.values)
         return self.high - self.low + 1 if self.whole else math.inf if self.low < self.high else 1
 
     def at(self, share: float) -> str:
-        """Return the value at `share` of the way through the dimension, from 0 to below 1."""
+        """Return the value at the fraction `share` of the dimension, 0 <= share < 1."""
         if self.values:
             return self.values[int(share * len(self.values))]
         if self.whole:
             low, high = int(self.low), int(self.high)
-            if self.log:  # each number has the part of the logarithms that round to it
+            if self.log:  # each whole number gets the logarithms that round to it
                 first, last = math.log(low - 0.5), math.log(high + 0.5)
                 return str(min(max(round(math.exp(first + share * (last - first))), low), high))
             return str(low + int(share * (high - low + 1)))
@@ -68,12 +72,12 @@ class Dimension:
         return self.written(self.low + share * (self.high - self.low))
 
     def written(self, number: float) -> str:
-        """Write a number of the interval with few digits, and still within it."""
+        """Write a number of the interval with few digits, without leaving the interval."""
         rounded = float(f"{number:.{DIGITS}g}")
         return repr(min(max(rounded, self.low), self.high))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of search.json."""
+        """Convert to the entry of search.json."""
         return {**asdict(self), "values": list(self.values)}
 
     @staticmethod
@@ -88,29 +92,29 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Space:
-    """Everything that a search varies, in the order in which it was given."""
+    """Everything that a search varies, in the order of the command."""
 
     dimensions: tuple[Dimension, ...]
 
     @cached_property
     def size(self) -> float:
-        """How many points there are."""
+        """Return the number of points."""
         return math.prod(each.size for each in self.dimensions)
 
     def grid(self) -> Iterator[Point]:
-        """Yield every combination of values, the last key varying fastest; of lists and whole numbers only."""
+        """Yield every combination of values, the last key varying fastest. Needs lists or whole numbers."""
         keys = [each.key for each in self.dimensions]
         for values in product(*map(_enumerated, self.dimensions)):
             yield dict(zip(keys, values, strict=True))
 
     def random(self, seed: int) -> Iterator[Point]:
-        """Yield points drawn uniformly, none twice, until there is no other. The same seed gives the same points."""
+        """Yield points drawn uniformly without repetition, until none is left. The same seed gives the same points."""
         seen: set[tuple[str, ...]] = set()
         while len(seen) < self.size:
             found = self._draw(seed, len(seen), seen)
             if found is None and math.isinf(self.size):
-                return  # of an interval so narrow that its numbers have the same digits
-            if found is None:  # nearly all points of a small space are taken: what is left, in an order of its own
+                return  # the interval is so narrow that its numbers have the same digits
+            if found is None:  # nearly all points of a small space are taken: shuffle the rest
                 rest = [point for point in self.grid() if tuple(point.values()) not in seen]
                 random.Random(f"{seed}/rest").shuffle(rest)
                 yield from rest

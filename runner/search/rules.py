@@ -1,4 +1,4 @@
-"""The rules of a search: what it varies and by what it decides. They never change once it has begun."""
+"""Define the rules of a search: what it varies and how it decides. They never change once it has begun."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Algorithm(Enum):
 
     @property
     def pauses(self) -> bool:
-        """Whether most trials end at a rung before the last one."""
+        """Return whether most trials end at a rung before the last one."""
         return self in (Algorithm.asha, Algorithm.asha_tpe)
 
     @property
     def learns(self) -> bool:
-        """Whether points depend on results."""
+        """Return whether points depend on results."""
         return self in (Algorithm.tpe, Algorithm.asha_tpe)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What decides, beside the journal: the part of search.json that never changes.
+    """The part of search.json that decides together with the journal, and never changes.
 
     Attributes:
         maximize: whether high values are good.
@@ -48,7 +48,7 @@ class Rules:
     repeats: int = 1
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of search.json."""
+        """Convert to the entry of search.json."""
         space = [each.to_json() for each in self.space.dimensions]
         mode = "max" if self.maximize else "min"
         rest = {key: getattr(self, key) for key in ("metric", "seed", "reduction", "repeats")}
@@ -66,5 +66,5 @@ class Rules:
         return Rules(Algorithm[entry["algorithm"]], space, maximize=entry["mode"] == "max", **rest)
 
     def rank(self, value: float) -> float:
-        """Return what is low for a good value; infinite for one that has diverged."""
+        """Return a sort key that is low for a good value and infinite for a diverged trial."""
         return math.inf if not math.isfinite(value) else -value if self.maximize else value
