@@ -1,10 +1,10 @@
 """Read and write the directory of a search: its rules, its journal, its slots. Its runs are in the same folder.
 
-    outputs/NAME/search.json      the rules, and the config that every trial begins with
-    outputs/NAME/journal.jsonl    see `runner.search.journal`; the holder of the lease replaces the whole file
-    outputs/NAME/code.json        the code at the last command, as in a run
-    outputs/NAME/lease/           held for the moment of a decision
-    outputs/NAME/slots/slot-0/    a directory with a lease, a job and logs, as a run has them, for each slot
+outputs/NAME/search.json      the rules, and the config that every trial begins with
+outputs/NAME/journal.jsonl    see `runner.search.journal`; the holder of the lease replaces the whole file
+outputs/NAME/code.json        the code at the last command, as in a run
+outputs/NAME/lease/           held for the moment of a decision
+outputs/NAME/slots/slot-0/    a directory with a lease, a job and logs, as a run has them, for each slot
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What all commands share: their list, their help, the console, arguments and launchers."""
+"""Code shared by all commands: their list, their help, the console, arguments and launchers."""

@@ -1,4 +1,4 @@
-"""The arguments of `python -m runner` without a command: overrides, and those of Hydra's flags that make sense here."""
+"""Parse the arguments of `python -m runner` without a command: overrides, and the flags of Hydra that apply here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
 def parser() -> Parser:
-    """The parser; `--help` is answered before it is asked."""
+    """Return the parser. It accepts `--help`, which the caller handles before."""
     made = Parser(prog=PROGRAM, allow_abbrev=False, add_help=False)
     add = made.add_argument
     add("overrides", nargs="*", metavar="key=value")
@@ -34,7 +34,7 @@ def parser() -> Parser:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The parsed arguments; flags and overrides may be mixed in any order.
+    """Parse the arguments. Flags and overrides may be mixed in any order.
 
     Raises:
         UserError: an unknown flag, or a value that is not allowed.
@@ -50,24 +50,25 @@ def add_config_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def dirs(options: argparse.Namespace) -> list[str]:
-    """The additional config directories."""
+    """Return the additional config directories."""
     return [options.config_dir] if options.config_dir else []
 
 
 def runs_and_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The run directories among `words`, and the settings.
+    """Split `words` into run directories and settings.
 
-    A directory is one even if its name looks like a setting; an empty word (an unset variable) is neither.
+    A directory counts as a run directory even if its name looks like a setting. An empty word (an unset variable) is
+    neither.
     """
     settings = [word for word in words if ("=" in word or word[:1] in ("+", "~")) and not files.seems_dir(word)]
     return [word for word in words if word and word not in settings], settings
 
 
 def one_run_and_settings(words: Sequence[str], usage: str) -> tuple[str, list[str]]:
-    """The only run directory among `words`, and the settings.
+    """Split `words` into the only run directory and the settings.
 
     Raises:
-        UserError: there is none, or several; the message shows the `usage`.
+        UserError: there is no run directory, or several; the message shows the `usage`.
     """
     runs, settings = runs_and_settings(words)
     if len(runs) != 1:

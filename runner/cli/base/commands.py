@@ -1,11 +1,11 @@
-"""The commands of `python -m runner`: which there are, and what each does."""
+"""List the commands of `python -m runner` and their descriptions."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from types import ModuleType
 
-# name: (its room, its main arguments, what it does). The command NAME is the module `runner.cli.ROOM.NAME`.
+# name: (its package, its main arguments, its description). The command NAME is the module `runner.cli.PACKAGE.NAME`.
 COMMANDS = {
     "init": ("start", "DIR", "write a small project to begin with"),
     "prepare": ("start", "[key=value ...]", "tokenize and pack documents ahead of time"),
@@ -29,7 +29,7 @@ COMMANDS = {
     "doctor": ("doctor", "[key=value ...]", "check a cluster and a config before submitting"),
     "chaos": ("chaos", "[key=value ...]", "test whether a config survives being killed"),
 }
-# Those that take settings, and those that create classes that a config names.
+# Commands that take settings, and commands that create classes named in a config.
 WITH_SETTINGS = ("prepare", "resume", "fork", "evaluate", "doctor", "chaos")
 WITH_CLASSES = (*WITH_SETTINGS, "checkpoints", "inspect", "show")
 

@@ -1,7 +1,7 @@
-"""Shell completion of `runner`: commands, their flags, config groups, options and settings.
+"""Complete `runner` in a shell: commands, their flags, config groups, options and settings.
 
-`runner -sc install=SHELL` prints a script for the shell; the script asks `runner -sc query=SHELL`, with the line typed
-so far in COMP_LINE (and the cursor in COMP_POINT). Groups and settings are completed by Hydra's own completion.
+`runner -sc install=SHELL` prints a script for the shell. The script calls `runner -sc query=SHELL` with the line typed
+so far in COMP_LINE, and the cursor in COMP_POINT. Hydra's own completion completes groups and settings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from runner.cli.base.help import config_dirs
 from runner.errors import ExitStatus, UserError
 from runner.system import processes
 
-# A candidate that is a whole word ends in a space; bash splits words at `=` and `:`, so what it has already is removed.
+# A candidate that is a complete word ends in a space. bash splits words at `=` and `:`, so the part before is removed.
 BASH = """\
 _runner_complete() {
     local IFS=$'\\n' line=${COMP_LINE:0:COMP_POINT} word prefix
@@ -46,7 +46,7 @@ UNINSTALL = {
 
 
 def complete(options: argparse.Namespace) -> int:
-    """Carry out `-sc ACTION=SHELL`; the exit status.
+    """Carry out `-sc ACTION=SHELL` and return the exit status.
 
     Raises:
         UserError: an unknown action or shell.
@@ -67,7 +67,7 @@ def complete(options: argparse.Namespace) -> int:
 
 
 def candidates(line: str) -> list[str]:
-    """The words that may stand where the last word of `line` is (an empty one after a space)."""
+    """Return the completions of the last word of `line`, which is empty after a space."""
     words = line.split()
     current = "" if line[-1:].isspace() else words.pop() if words else ""
     # The program: `runner`, or `python -m runner`.
@@ -86,7 +86,7 @@ def candidates(line: str) -> list[str]:
 
 
 def _flags(command: str | None) -> list[str]:
-    """The flags of a command, from its usage text; those of training for None."""
+    """Return the flags of a command from its usage text; None: the flags of training."""
     if command is None:
         usage = parser().format_help()
     else:
@@ -98,7 +98,7 @@ def _flags(command: str | None) -> list[str]:
 
 
 def _settings(words: list[str], current: str) -> list[str]:
-    """Hydra's completions of `current` after the overrides in `words`."""
+    """Return Hydra's completions of `current` after the overrides in `words`."""
     from runner.config.composition import Composer
 
     settings = [word for word in words if "=" in word and not word.startswith("-")]

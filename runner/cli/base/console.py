@@ -1,7 +1,7 @@
-"""What all commands share: argument errors, error lines, tables, and how sizes and paths are written.
+"""Print errors, messages and tables, and format sizes and paths, for all commands.
 
-Run directories may hold anything, so all text is made printable here. rich is imported by the command that prints a
-table.
+Run directories may contain arbitrary text, so all text is made printable here. rich is imported only by commands that
+print a table.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PROGRAM = "python -m runner"
 MAX_INTERVAL_S = 86_400.0
-# Work on many things tells how far it is: on a terminal after a second and then often, elsewhere at this interval.
+# Long work reports its progress: on a terminal after a second and then often, elsewhere at this interval.
 FIRST_PROGRESS_S, LIVE_PROGRESS_S, PROGRESS_S = 1.0, 0.2, 10.0
-PIPED_WIDTH = 1000  # columns where no terminal sets them: names and paths are never truncated in a file
+PIPED_WIDTH = 1000  # columns without a terminal, so that names and paths are never truncated in a file
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a command: a mistake in the arguments is one error line, not a usage text."""
+    """The parser of a command. It reports a mistake in the arguments as one error line, not a usage text."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.register("type", Path, _path)
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse.
+        """Report a mistake in the arguments; argparse calls this.
 
         Raises:
             UserError: always.
@@ -49,51 +49,54 @@ class Parser(argparse.ArgumentParser):
 
 
 def _path(text: str) -> Path:
-    """A path of the command line. An empty one, such as "$UNSET", would be the current directory."""
+    """Return a path of the command line.
+
+    Refuse an empty one, such as "$UNSET", which would be the current directory.
+    """
     if not text:
         raise argparse.ArgumentTypeError("the path is empty")
     return Path(text)
 
 
 def tell(message: str) -> None:
-    """Print a line beside the output: a warning, or what a command waits for."""
+    """Print a line to standard error: a warning, or what a command waits for."""
     print(printable(message), file=sys.stderr, flush=True)
 
 
 def skip_corrupt(bad: Candidate, why: str) -> None:
-    """Report a corrupt checkpoint, in whose place an older one is chosen."""
+    """Report a corrupt checkpoint that is skipped for an older one."""
     tell(f"warning: {bad.path} is corrupt ({why}): skipped")
 
 
 def without_nan(record: Mapping[str, Any]) -> dict[str, Any]:
-    """`record` for JSON, which has no NaN and no infinity: null."""
+    """Return `record` for JSON, with null for NaN and infinity, which JSON lacks."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
 def check_interval(seconds: float | None) -> None:
-    """Whether `--watch SECONDS` can be slept for.
+    """Check that `--watch SECONDS` is a valid interval to sleep.
 
     Raises:
-        UserError: it cannot.
+        UserError: it is not.
     """
     if seconds is not None and not 0 < seconds <= MAX_INTERVAL_S:
         raise UserError(f"--watch {seconds:g}: must be more than 0 seconds, and at most a day ({MAX_INTERVAL_S:g})")
 
 
 def print_errors(error: UserError) -> int:
-    """Print each line of `error` to standard error, on rank 0 alone; returns its exit status."""
+    """Print each line of `error` to standard error, on rank 0 alone, and return its exit status."""
     if int(processes.environment.get("RANK", "0")) == 0:
         print("\n".join(f"error: {printable(line)}" for line in str(error).splitlines()), file=sys.stderr)
     return int(error.status)
 
 
 def discard_output() -> None:
-    """From here on, drop what is printed to standard output: the reader of the pipe has gone."""
+    """Discard all further standard output, because the reader of the pipe has gone."""
     discard(sys.stdout)
 
 
 def say(message: str) -> None:
-    """Print a line; a closed pipe does not keep a command from what it was asked to start."""
+    """Print a line. A closed pipe does not stop a command from starting runs."""
     try:
         print(printable(message), flush=True)
     except BrokenPipeError:
@@ -101,11 +104,11 @@ def say(message: str) -> None:
 
 
 def counted(items: Collection[T], doing: str) -> Iterator[T]:
-    """`items`, one by one; once that takes long, standard error tells how many are done.
+    """Yield `items`, and report the progress on standard error if that takes long.
 
     Args:
-        items: what there is to do.
-        doing: what is done with them, and what they are: `composing jobs`.
+        items: the items.
+        doing: a description of the work for the report, such as `composing jobs`.
     """
     live, told, since = sys.stderr.isatty(), False, clock.monotonic()
     wait_s = FIRST_PROGRESS_S if live else PROGRESS_S
@@ -122,10 +125,10 @@ def counted(items: Collection[T], doing: str) -> Iterator[T]:
 
 
 def console(stderr: bool = False) -> Console:
-    """A console for tables: as wide as the terminal, or wide enough for whole lines where the output is piped.
+    """Return a console for tables, as wide as the terminal, or wide enough for complete lines if the output is piped.
 
-    Text is printed as it is, without rich's markup, and made printable. A closed pipe raises BrokenPipeError, as with
-    `print`; rich alone would exit with status 1.
+    Text is printed without rich's markup, and made printable. A closed pipe raises BrokenPipeError, as with `print`;
+    rich alone would exit with status 1.
     """
     from rich.console import Console
 
@@ -143,14 +146,14 @@ def console(stderr: bool = False) -> Console:
 
 
 def table(*columns: str) -> Table:
-    """An empty table without lines between its cells."""
+    """Return an empty table without lines between its cells."""
     from rich.table import Table
 
     return Table(*columns, box=None, pad_edge=False)
 
 
 class Lines:
-    """A table for rich with a line for each row: laid out here, in a tenth of rich's time, where it is wide enough.
+    """A table for rich with one line per row. If wide enough, it is laid out here, in a tenth of rich's time.
 
     Args:
         columns: their names.
@@ -166,7 +169,7 @@ class Lines:
         self._rows = [[printable(cell) for cell in row] for row in rows]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Segment]:
-        """Called by rich."""
+        """Render the table; rich calls this."""
         from rich.cells import cell_len
         from rich.segment import Segment
 
@@ -187,12 +190,12 @@ class Lines:
         from rich.text import Text
 
         made = table(*self._columns)
-        made.columns[0].overflow = "fold"  # the end of a name tells runs apart: their seed and hash
+        made.columns[0].overflow = "fold"  # the end of a name distinguishes runs: their seed and hash
         for row, style in zip(self._rows, self._styles, strict=True):
             made.add_row(*(Text(text, style if column == self._styled else "") for column, text in enumerate(row)))
         return made
 
 
 def shown(path: Path) -> str:
-    """`path` as one would type it in the current directory."""
+    """Return `path` as a user would type it in the current directory."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -1,4 +1,4 @@
-"""From the config group `launcher` to a `runner.contracts.Launcher`."""
+"""Create the `runner.contracts.Launcher` that the config group `launcher` describes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEMBERS = (*Launcher.__annotations__, *(name for name in vars(Launcher) if not n
 
 
 def make_launcher(node: dict[str, Any]) -> Launcher:
-    """The launcher that `node` (the config group `launcher`, resolved) describes.
+    """Create the launcher that `node` (the config group `launcher`, resolved) describes.
 
     Raises:
         UserError: it names no class, the class refuses the options, or lacks members of a launcher.
@@ -36,11 +36,11 @@ def make_launcher(node: dict[str, Any]) -> Launcher:
 
 
 def common_launcher(jobs: Sequence[Composed]) -> Launcher:
-    """The launcher of all `jobs`.
+    """Create the launcher that all `jobs` share.
 
     Raises:
-        UserError: their configs differ in it, it cannot be created, or a config does not allow for the numbers of ranks
-            that it may start.
+        UserError: their configs describe different launchers, the launcher cannot be created, or a config does not
+            allow the numbers of ranks that it may start.
     """
     node = jobs[0].plain["launcher"]
     for job in jobs[1:]:
@@ -56,7 +56,7 @@ def common_launcher(jobs: Sequence[Composed]) -> Launcher:
 
 
 def rank_count_errors(ranks: RankCounts, config: Config) -> list[str]:
-    """Why a run cannot have each of these numbers of ranks with the same batches; empty if it can."""
+    """Return why a run cannot have each of these numbers of ranks with the same batches; empty if it can."""
     option, train, sampler = ranks.option, config.train, config.sampler.kind
     whole, micro = train.global_batch_size, train.batch_size
     errors = []
@@ -85,7 +85,7 @@ def rank_count_errors(ranks: RankCounts, config: Config) -> list[str]:
 
 
 def idle_ranks(ranks: RankCounts, config: Config) -> list[Finding]:
-    """A warning if the largest number of ranks exceeds the micro-batches of a step, which are dealt out."""
+    """Return a warning if the largest number of ranks exceeds the micro-batches of a step, so that ranks are idle."""
     whole, micro, most = config.train.global_batch_size, config.train.batch_size, ranks.counts[-1]
     if whole is None or not rank_invariant(config) or most * micro <= whole:
         return []

@@ -1,4 +1,4 @@
-"""What `python -m runner` prints without starting anything: `--cfg`, `--info`, `--hydra-help`, completion scripts."""
+"""Print without starting anything, for `python -m runner` with `--cfg`, `--info`, `--hydra-help` or `-sc`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from runner.errors import ExitStatus, UserError
 
 
 def show(arguments: Sequence[str]) -> int:
-    """Print what the flags ask for; the exit status.
+    """Print what the flags ask for and return the exit status.
 
     Raises:
-        UserError: the flags do not go together, or the config cannot be composed.
+        UserError: the flags cannot be combined, or the config cannot be composed.
     """
     options = parse(arguments)
     if options.multirun:

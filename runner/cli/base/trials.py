@@ -1,4 +1,4 @@
-"""How a search is shown: its table, as JSON, and line by line as it goes on."""
+"""Show a search: as a table, as JSON, and line by line while it runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from runner.search.rules import Rules
 from runner.system import files
 
 STOPPED = ("killed", "interrupted")
-"""Words for a run that is on the way to its rung, and not trained at the moment."""
+"""States of a run that has not reached its rung and is not being trained."""
 
 
 def state_of(search: SearchDir, journal: Journal, trial: Trial) -> str:
-    """Tell in one word what becomes of a trial."""
+    """Return the state of a trial in one word."""
     if trial.withdrawn:
         return "withdrawn"
     if trial.failed is not None:
@@ -37,25 +37,27 @@ def state_of(search: SearchDir, journal: Journal, trial: Trial) -> str:
         return "diverged"
     if trial.rung < len(journal.rungs) - 1:
         return "paused"
-    ends = any(state.word == "paused" for state in _runs(search, trial))  # the last rung may be before the end
+    ends = any(
+        state.word == "paused" for state in _runs(search, trial)
+    )  # the last rung may be before the end of the run
     return "paused" if ends else "finished"
 
 
 def _runs(search: SearchDir, trial: Trial) -> Iterator[State]:
-    """Look at the runs of a trial; those that cannot be read are left out."""
+    """Yield the state of each run of a trial, except runs that cannot be read."""
     for name in trial.runs.values():
         with suppress(OSError, ValueError):
             yield look(search.run(name))
 
 
 def _progress(search: SearchDir, journal: Journal, trial: Trial) -> str:
-    """Say at which step a trial is that lacks a result."""
+    """Return the step of a trial that lacks a result, such as ` at 70`; empty for others."""
     steps = [state.step for state in _runs(search, trial)] if trial.lacks(journal.repeats) else []
     return f" at {min(steps)}" if steps else ""
 
 
 def as_json(search: SearchDir, rules: Rules, journal: Journal) -> dict[str, Any]:
-    """Return what is known of a search as JSON values; a result that is not finite is null."""
+    """Return the state of a search as JSON values; a result that is not finite is null."""
     trials = [_trial(search, journal, trial) for trial in journal.trials]
     found = best(rules, journal)
     of_best = found and {**trials[found.trial.number], "result": found.value}
@@ -85,7 +87,7 @@ def _trial(search: SearchDir, journal: Journal, trial: Trial) -> dict[str, Any]:
 
 
 def _typed(text: str) -> Any:
-    """Return the value that a text sets, as JSON has it; a text that is none stays one."""
+    """Return the value that a text sets, as in JSON; other text stays text."""
     for read in (int, float, json.loads):
         with suppress(ValueError):
             return read(text)
@@ -93,7 +95,7 @@ def _typed(text: str) -> Any:
 
 
 def results(journal: Journal, trial: Trial) -> dict[int, float | None]:
-    """Return the results of a trial by step, means over its repeats; None for one that is not finite."""
+    """Return the results of a trial by step, means over its repeats; None for a result that is not finite."""
     return {step: value if math.isfinite(value) else None for step, value in journal.results(trial)}
 
 
@@ -137,7 +139,7 @@ def print_table(search: SearchDir, record: Record, journal: Journal) -> None:
 
 
 def summary(rules: Rules, journal: Journal) -> str:
-    """Say in a line how far a search is and what it has found."""
+    """Summarize the progress and the best result of a search in one line."""
     waiting = len(journal.outstanding)
     line = f"{len(journal.trials)} of {journal.limit} trials begun"
     line += f", {waiting} of them without the result that they are trained for" if waiting else ""
@@ -152,12 +154,12 @@ def summary(rules: Rules, journal: Journal) -> str:
 
 
 def point(values: Mapping[str, str]) -> str:
-    """Write a point as a command would."""
+    """Write a point as on the command line."""
     return " ".join(pairs(values))
 
 
 def lines_of(rules: Rules, journal: Journal, first: int) -> Iterator[str]:
-    """Yield a line for each entry of a journal, from number `first` on, that a person would want to know."""
+    """Yield a line for each entry of a journal that a person wants to see, from number `first` on."""
     for entry in journal.entries[first:]:
         if (line := _line(rules, journal, entry)) is not None:
             yield line

@@ -1,1 +1,1 @@
-"""`runner chaos`: its command line."""
+"""The command line of `runner chaos`."""

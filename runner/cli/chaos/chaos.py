@@ -1,4 +1,4 @@
-"""`runner chaos [overrides]`: run a configuration, run it again under faults, compare bit for bit.
+"""Run `runner chaos [overrides]`: run a configuration, run it again under faults, compare bit for bit.
 
 python -m runner chaos experiment=smoke
 python -m runner chaos data=mixture train.steps=200 --kills 20 --report chaos.html
@@ -35,12 +35,12 @@ from runner.errors import ExitStatus, UserError
 from runner.system import files
 from runner.system.signals import handled
 
-RANKS = range(1, 5)  # that the fault `shape` chooses from
+RANKS = range(1, 5)  # the fault `shape` chooses from these
 LOCAL, SLURM = "launch.local.LocalLauncher", "launch.slurm.SlurmLauncher"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit status.
+    """Run the command and return its exit status.
 
     Raises:
         UserError: an argument or the configuration is wrong.
@@ -115,14 +115,13 @@ class _Command:
         }
 
     def target(self, run_dir: Path, log: Path) -> Target:
-        """Attempts at the run in `run_dir`."""
+        """Return the target for the run in `run_dir`."""
         overrides = [*self.options.overrides, *self.extra, f"run.dir={run_dir}"]
         command = [sys.executable, "-m", "runner", *self.options.flags, *overrides]
         return LocalTarget(command, log, self.start_ranks) if self.local else SlurmTarget(command, run_dir, log)
 
     @cached_property
     def drill(self) -> Drill:
-        """The drill."""
         config = self.config
         return Drill(
             self.root,
@@ -136,7 +135,7 @@ class _Command:
         )
 
     def carry_out(self, display: Display) -> report.Result:
-        """Reference, faults, comparison."""
+        """Run the reference, inject the faults, and compare."""
         self._display = display
         errors: list[str] = []
         try:
@@ -185,7 +184,7 @@ class _Command:
         )
 
     def _diagnosis(self, display: Display) -> list[str]:
-        """Whether two runs without faults are the same: if not, it is not the faults."""
+        """Compare two runs without faults: if they differ, the faults are not the cause."""
         if _code(self.plain) != self.key["code"]:
             return ["the code was changed during the drill, so two programs were compared: run the drill again"]
         display.say("not identical: one more run without faults shows whether the faults are the reason")
@@ -203,12 +202,12 @@ class _Command:
 
 
 def possible_ranks(node: dict[str, Any]) -> list[int]:
-    """The numbers of ranks to choose from that the local launcher `node` could start on this machine."""
+    """Return the numbers of ranks that the local launcher `node` could start on this machine."""
     return [count for count in RANKS if not make_launcher({**node, "ranks": count}).check([])]
 
 
 def _code(plain: dict[str, Any]) -> dict[str, Any]:
-    """The code of the runs: an interrupted drill is not continued with other code."""
+    """Return the code of the runs, because an interrupted drill is not continued with other code."""
     from runner.rundir import provenance
 
     code = provenance.describe_code(plain)

@@ -1,4 +1,4 @@
-"""The command line of `runner chaos`, and the few settings that it changes in the configuration."""
+"""Parse the command line of `runner chaos`, and choose the few settings that a drill changes in the configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner.system import processes
 
 DEFAULT_KILLS = 10
 MIN_STEPS = 6
-LEASE_TIMEOUT_S = 2  # how long a new attempt waits for a frozen holder: keeps the drill short
+LEASE_TIMEOUT_S = 2  # how long a new attempt waits for a frozen holder; short, to keep the drill short
 REPORTS = (".html", ".json")
 # Settings that the drill itself sets.
 OWN = {
@@ -38,7 +38,7 @@ command; 75 interrupted: rerun the command to continue the drill.
 
 @dataclass(frozen=True)
 class Options:
-    """The command line."""
+    """The parsed command line."""
 
     overrides: tuple[str, ...]
     flags: tuple[str, ...]  # passed on to `python -m runner`: --config-dir, --config-name
@@ -123,10 +123,10 @@ def _kinds(text: str) -> tuple[str, ...]:
 
 
 def choose_kinds(asked: tuple[str, ...] | None, local: bool, fixed_ranks: str | None = None) -> tuple[str, ...]:
-    """The kinds to inject on this launcher.
+    """Return the kinds to inject on this launcher.
 
     Args:
-        asked: those to choose from; None: all that are possible.
+        asked: the kinds to choose from; None: all that are possible.
         local: whether the launcher starts processes on this machine.
         fixed_ranks: why the number of ranks cannot be changed, and the remedy; None: it can.
 
@@ -144,7 +144,7 @@ def choose_kinds(asked: tuple[str, ...] | None, local: bool, fixed_ranks: str | 
 
 
 def fixed_ranks(config: Config, possible: Sequence[int]) -> str | None:
-    """Why a run cannot come back with another number of ranks and the same result, and the remedy; None: it can.
+    """Return why a run cannot resume on another number of ranks with the same result, and the remedy; None if it can.
 
     Args:
         config: of the run.
@@ -161,7 +161,7 @@ def fixed_ranks(config: Config, possible: Sequence[int]) -> str | None:
 
 
 def required_settings(config: Config, faults: int) -> tuple[list[str], list[str]]:
-    """Overrides that the drill needs, and a sentence for each one that changes the configuration.
+    """Return the overrides that the drill needs, and a sentence for each one that changes the configuration.
 
     Raises:
         UserError: the run is too short, or its length is not known.

@@ -1,1 +1,1 @@
-"""`runner doctor`: what a cluster and a config are, before anything is submitted."""
+"""Examine a cluster and a config before anything is submitted: `runner doctor`."""

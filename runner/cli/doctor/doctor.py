@@ -1,4 +1,4 @@
-"""Checks before a run is started or submitted: `python -m runner doctor launcher=slurm [overrides] [--no-measure]`."""
+"""Check before a run is started or submitted: `python -m runner doctor launcher=slurm [overrides] [--no-measure]`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from runner.training.model.footprint import Footprint
 
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
-SLOW_FSYNC_S = 0.5  # an fsync that takes longer slows every save down
+SLOW_FSYNC_S = 0.5  # a longer fsync slows every save down
 
 
 def parser() -> Parser:
-    """The arguments of the command."""
+    """Return the parser of the arguments."""
     made = Parser(
         prog=f"{PROGRAM} doctor",
         description="Checks the disk, the checkpoint size and the cluster before a run is started or submitted, and "
@@ -43,7 +43,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit status.
+    """Run the command and return its exit status.
 
     Raises:
         UserError: the config cannot be composed, or the launcher or the model cannot be created.
@@ -75,7 +75,7 @@ def _print(finding: Finding) -> None:
 
 @dataclass
 class _About:
-    """What the doctor tells of a config without an error: its model, and each size that the run may have."""
+    """The report on a config without errors: its model, and each size that the run may have."""
 
     held: Footprint | None = None
     listing: list[Any] = field(default_factory=list)
@@ -84,7 +84,7 @@ class _About:
 
     @staticmethod
     def of(composed: Composed) -> _About:
-        """Measure the model without taking its memory."""
+        """Measure the model without allocating its memory."""
         from runner.cli.base.launcher import make_launcher
 
         counts = make_launcher(composed.plain["launcher"]).rank_counts()
@@ -105,7 +105,7 @@ class _About:
         return {"model": self.held and asdict(self.held), "sizes": [asdict(row) for row in self.rows]}
 
     def print(self) -> None:
-        """Print it below the findings."""
+        """Print the report, below the findings."""
         for finding in self.findings:
             _print(finding)
         for each in self.listing:
@@ -115,11 +115,11 @@ class _About:
 
 
 def examine(composed: Composed, measure: bool = True) -> Iterator[Finding]:
-    """All findings for this config.
+    """Yield all findings for this config.
 
     Args:
         composed: the run.
-        measure: build the model and save it, to know the size of a checkpoint and how long a save takes.
+        measure: build the model and save it, to measure the size of a checkpoint and the time of a save.
 
     Raises:
         UserError: the launcher or the model cannot be created.
@@ -146,19 +146,19 @@ def examine(composed: Composed, measure: bool = True) -> Iterator[Finding]:
 
 
 def _rank_findings(launcher: Launcher, config: Config) -> Iterator[Finding]:
-    """Whether the run can have each of the numbers of ranks that the launcher may start."""
+    """Yield an error if the run cannot have a number of ranks that the launcher may start."""
     from runner.cli.base.launcher import idle_ranks, rank_count_errors
 
     try:
         counts: RankCounts = launcher.rank_counts()
-    except UserError:  # an error of the options, which the launcher reports with its others
+    except UserError:  # the launcher reports this error of the options with its others
         return
     yield from (Finding("error", error) for error in rank_count_errors(counts, config))
     yield from idle_ranks(counts, config)
 
 
 def _cache_findings(config: Config, folder: Path) -> Iterator[Finding]:
-    """Warn if nodes may not have the cache of texts: not all have the home directory, and all have `folder`."""
+    """Warn if the text cache is in a home directory that some nodes may lack; all nodes have `folder`."""
     from exactdata.paths import cache_directory
 
     cache = cache_directory(config.data.cache_dir)
@@ -169,13 +169,13 @@ def _cache_findings(config: Config, folder: Path) -> Iterator[Finding]:
 
 
 def existing_parent(path: Path) -> Path:
-    """The nearest existing directory at or above `path`."""
+    """Return the nearest existing directory at or above `path`."""
     return next(each for each in (path, *path.parents) if files.is_dir(each))
 
 
 @contextmanager
 def _temporary(folder: Path) -> Iterator[Path]:
-    """A new directory in `folder`, deleted afterwards."""
+    """Create a directory in `folder`, and delete it afterwards."""
     path = folder / f".doctor-{processes.own_pid()}"
     files.make_dirs(path)
     try:
@@ -185,7 +185,7 @@ def _temporary(folder: Path) -> Iterator[Path]:
 
 
 def examine_disk(folder: Path) -> Finding:
-    """Whether files, directory renames and fsync work here, and how long they take."""
+    """Check that files, directory renames and fsync work here, and measure how long they take."""
     try:
         with _temporary(folder) as here:
             started = clock.perf_counter()
@@ -206,9 +206,9 @@ def examine_disk(folder: Path) -> Finding:
 
 
 def checkpoints_kept(config: Config) -> int:
-    """The largest number of checkpoints on disk at a time, the one being written included.
+    """Return the largest number of checkpoints on disk at a time, including the one being written.
 
-    If the length of the run is not known, without those that `keep_every_steps` adds.
+    If the length of the run is not known, the checkpoints of `keep_every_steps` are not counted.
     """
     options = config.checkpoint
     milestones = (config.known_steps or 0) // options.keep_every_steps if options.keep_every_steps else 0
@@ -216,7 +216,7 @@ def checkpoints_kept(config: Config) -> int:
 
 
 def examine_space(config: Config, folder: Path, count: int) -> Finding:
-    """Whether the checkpoints that will be kept, of `count` bytes each, fit on the disk."""
+    """Check that the checkpoints that will be kept, `count` bytes each, fit on the disk."""
     kept, free = checkpoints_kept(config), files.disk_usage(folder).free
     unknown = config.checkpoint.keep_every_steps is not None and config.known_steps is None
     count_text = f"{'at least ' if unknown else ''}{kept} checkpoints"
@@ -228,7 +228,7 @@ def examine_space(config: Config, folder: Path, count: int) -> Finding:
 
 @dataclass
 class Saved:
-    """The bytes of a checkpoint, and the seconds until it is committed."""
+    """The size of a checkpoint in bytes, and the seconds until it is committed."""
 
     bytes: int
     seconds: float
@@ -256,7 +256,7 @@ def measure_save(config: Config, folder: Path) -> Saved:
     with _temporary(folder) as here:
         mode = config.checkpoint.mode.value
         manager = TrainStateManager(here, fingerprint={}, keep_last=1, keep_every_steps=None, keep_best=0, mode=mode)
-        for step in (1, 2):  # the first save imports what it needs, once per attempt
+        for step in (1, 2):  # the first save is slower, because it imports modules
             started = clock.perf_counter()
             state = build_train_state(step, 0, None, None, {})
             manager.save(step, model, optimizers, state, averaged=averaged)

@@ -1,4 +1,4 @@
-"""`runner doctor` where the number of ranks may vary: the table of the sizes that a run may have."""
+"""Tabulate the sizes that a run may have, for `runner doctor` if the number of ranks may vary."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from runner.config.schema import Config
     from runner.training.model.footprint import Footprint
 
-MOST_ROWS = 16  # more sizes are thinned out: each is twice the one before
+MOST_ROWS = 16  # of more sizes only some are shown, each twice the one before
 
 
 @dataclass
 class Size:
-    """A run on so many ranks. None: not known.
+    """A run on a number of ranks. None: not known.
 
     Attributes:
         ranks: how many.
-        nodes: that they are on, where the launcher has nodes.
-        micro_batches: of a step, on the rank that has most.
-        time: of a step, in parts of that of one rank: what the micro-batches allow, without communication.
+        nodes: how many, if the launcher has nodes.
+        micro_batches: of a step, on the rank with most of them.
+        time: of a step, relative to one rank: what the micro-batches allow, without communication.
         memory: bytes on each rank, estimated, without activations.
     """
 
@@ -57,7 +57,7 @@ def sizes(config: Config, counts: RankCounts, held: Footprint | None) -> list[Si
 
 
 def _thinned(counts: range) -> Iterator[int]:
-    """All of few numbers; of many the first, each that is about twice the one before, and the last."""
+    """Yield all of a few numbers, or else the first, the last, and some between that double in number."""
     if len(counts) <= MOST_ROWS:
         yield from counts
         return
@@ -69,7 +69,7 @@ def _thinned(counts: range) -> Iterator[int]:
 
 
 def listing(rows: list[Size]) -> Table:
-    """The sizes as a table; columns about which nothing is known are left out."""
+    """Return the sizes as a table, without columns that are not known."""
     columns: dict[str, list[str | int | None]] = {
         "nodes": [row.nodes and str(row.nodes) for row in rows],
         "ranks": [str(row.ranks) for row in rows],

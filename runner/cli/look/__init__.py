@@ -1,1 +1,1 @@
-"""Commands that only look at runs."""
+"""Commands that show runs without changing them."""

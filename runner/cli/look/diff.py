@@ -23,11 +23,11 @@ from runner.rundir.trust import reading
 from runner.system import files
 
 DATA = "digest"
-"""The entry of a step's record that follows from every sample so far."""
+"""The entry of a step's record that depends on every sample so far."""
 
 
 def parser() -> Parser:
-    """Make the parser of the command's arguments."""
+    """Return the parser of the arguments."""
     made = Parser(
         prog=f"{PROGRAM} diff",
         description="Compares two runs: their settings, code and environment, and their metrics at the steps that both "
@@ -40,10 +40,10 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit status.
+    """Run the command and return its exit status.
 
     Raises:
-        UserError: one of the directories is no run, or cannot be read.
+        UserError: one of the directories is not a run, or cannot be read.
     """
     options = parser().parse_args(arguments)
     runs = [RunDir(path.absolute()) for path in (options.one, options.other)]
@@ -62,17 +62,17 @@ def main(arguments: Sequence[str]) -> int:
 
 @dataclass
 class Difference:
-    """How two runs differ.
+    """The differences between two runs.
 
     Attributes:
-        settings: dotted key -> the two values, of those that can change a result.
-        others: the same of all other settings.
+        settings: dotted key -> the two values, of settings that can change a result.
+        others: the same for all other settings.
         data: source -> its two sizes, in samples.
         code: entry of code.json -> the two values.
         environment: likewise.
-        common: the steps that both have recorded.
+        common: how many steps both have recorded.
         first: `data` and each metric of the steps -> the first common step at which they differ.
-        last: metric -> the two values at the last common step, and of evaluations at the last common one.
+        last: metric -> the two values at the last common step, or at the last common evaluation.
     """
 
     settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Difference:
     last: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it for `--json`; what never differs has no first step."""
+        """Return the differences for `--json`. A value that never differs has no first step."""
         return {
             "settings": self.settings,
             "other_settings": self.others,
@@ -98,7 +98,7 @@ class Difference:
         }
 
     def lines(self, one: str, other: str) -> Iterator[str]:
-        """Yield it as text."""
+        """Yield the differences as lines of text."""
         yield f"A {one}"
         yield f"B {other}"
         sections = {
@@ -156,7 +156,7 @@ def _environment(run: RunDir, code: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compare_metrics(found: Difference, one: RunDir, other: RunDir) -> None:
-    """Compare step by step, and evaluations by their steps; neither file is held in memory."""
+    """Compare the metrics of steps and of evaluations. Neither file is held in memory."""
     evaluations: list[dict[int, dict[str, float]]] = [{}, {}]
     steps = [_steps(run, mine) for run, mine in zip((one, other), evaluations, strict=True)]
     for a, b in _joined(*steps):
@@ -174,7 +174,7 @@ def _compare_metrics(found: Difference, one: RunDir, other: RunDir) -> None:
 
 
 def _steps(run: RunDir, evaluations: dict[int, dict[str, float]]) -> Iterator[dict[str, Any]]:
-    """Yield the records of the steps, and put aside those of evaluations."""
+    """Yield the records of steps, and collect the records of evaluations in `evaluations`."""
     for record in read_records(run.metrics):
         if "loss" in record:
             yield record
@@ -185,7 +185,7 @@ def _steps(run: RunDir, evaluations: dict[int, dict[str, float]]) -> Iterator[di
 def _joined(
     one: Iterator[dict[str, Any]], other: Iterator[dict[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield the records of the steps that both have; both are in the order of their steps. Read both to their ends."""
+    """Yield pairs of records of the steps that both runs have, in order. Read both files to their ends."""
     a, b = next(one, None), next(other, None)
     while a is not None and b is not None:
         if a["step"] == b["step"]:
@@ -193,7 +193,7 @@ def _joined(
         behind = a["step"] <= b["step"], b["step"] <= a["step"]
         a = next(one, None) if behind[0] else a
         b = next(other, None) if behind[1] else b
-    for rest in (one, other):  # evaluations are put aside on the way
+    for rest in (one, other):  # reading on collects their evaluations
         for _ in rest:
             pass
 

@@ -1,6 +1,6 @@
-"""Which documents a step consumes, and when a document is consumed, for sources of packed documents.
+"""Find the documents that a step consumes, and the times when a document is consumed, for sources of packed documents.
 
-Reads the pack plan and the index of the documents, which the run prepared, and no text. Imports what reads them only
+Reads the pack plan and the index of the documents, which the run prepared, but no text. Imports the code for them only
 for such sources.
 """
 
@@ -32,10 +32,10 @@ def times_of_document(record: OrderRecord, asked: str) -> dict[str, Any]:
 
     Returns:
         `source`, `document` (its number), `file`, `line`, and `times`: a row for each time that a sample with a piece
-        of the document is consumed, with the index of the sample, and the first token of the piece and its length.
+            of the document is consumed, with the index of the sample, and the first token of the piece and its length.
 
     Raises:
-        UserError: there is no such document, or what the run prepared is gone.
+        UserError: there is no such document, or the files that the run prepared are gone.
     """
     source, place = _parsed(record, asked)
     packed = _opened(record, source)
@@ -55,7 +55,7 @@ def times_of_document(record: OrderRecord, asked: str) -> dict[str, Any]:
 
 
 def _parsed(record: OrderRecord, asked: str) -> tuple[str, str]:
-    """The source, and the number or the file and line."""
+    """Return the source, and the number or the file and line."""
     if not record.packed:
         raise UserError(
             f"--document {asked}: no source of this run has packed documents: ask for --sample SOURCE:INDEX"
@@ -71,10 +71,10 @@ def _parsed(record: OrderRecord, asked: str) -> tuple[str, str]:
 
 
 def _opened(record: OrderRecord, source: str) -> PackedRows:
-    """The pack plan of a source.
+    """Open the pack plan of a source.
 
     Raises:
-        UserError: it is gone, or another one.
+        UserError: it is gone, or belongs to other documents.
     """
     from exactdata.documents.packed import PackedRows
 
@@ -98,7 +98,7 @@ def with_documents(record: OrderRecord, rows: list[Row]) -> list[Row]:
     """Add to each sample of a step its `documents`: number, file, line, first token of the piece and its length.
 
     Raises:
-        UserError: what the run prepared is gone.
+        UserError: the files that the run prepared are gone.
     """
     found: list[Row] = [{**row, "documents": []} for row in rows]
     for source in record.packed:
@@ -115,7 +115,10 @@ def with_documents(record: OrderRecord, rows: list[Row]) -> list[Row]:
 
 
 def as_text(rows: list[Row]) -> list[Row]:
-    """Write the documents of each sample in a few words, for a table: of a path the end, which `--document` takes."""
+    """Describe the documents of each sample briefly, for a table.
+
+    Paths are shortened to an end that `--document` accepts.
+    """
     texts = []
     for row in rows:
         pieces = [
@@ -123,13 +126,13 @@ def as_text(rows: list[Row]) -> list[Row]:
         ]
         more = [f"and {len(pieces) - _SHOWN} more"] if len(pieces) > _SHOWN else []
         texts.append(", ".join([*pieces[:_SHOWN], *more]))
-    width = max(map(len, [*texts, "documents"]))  # beside each other at the left
+    width = max(map(len, [*texts, "documents"]))  # left-aligned in one column
     plain = [{key: value for key, value in row.items() if key != "documents"} for row in rows]
     return [{**row, "documents".ljust(width): text.ljust(width)} for row, text in zip(plain, texts, strict=True)]
 
 
 def document_title(found: dict[str, Any], steps: int) -> str:
-    """Say of which document the times are, and how many there are."""
+    """Describe the document and the number of its times."""
     often = "once" if len(found["times"]) == 1 else f"{len(found['times'])} times"
     return f"{found['source']}:{found['document']} ({found['file']}:{found['line']}): {often} in {steps} steps"
 

@@ -1,9 +1,8 @@
-"""`runner inspect RUN`: which samples a step consumes, when a sample is consumed, what a resume would change.
+"""Show which samples a step consumes, when a sample is consumed, and what a resume would change: `runner inspect RUN`.
 
-Reads one small file of the run (`RunDir.order`), neither data nor model; where documents are asked for also what the
-run prepared of them. It imports torch only where a seeded sampler
-has to draw its epochs. With a sampler of the user's it runs the class that the frozen config names, in a run directory
-that may be resumed.
+Reads one small file of the run (`RunDir.order`), neither data nor model, and for documents also the files that the run
+prepared. It imports torch only if a seeded sampler has to draw its epochs. For a user's sampler it runs the class that
+the frozen config names, if the run directory may be resumed.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from runner.system.terminal import printable_lines
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit status.
+    """Run the command and return its exit status.
 
     Raises:
         UserError: an argument is wrong, or the run cannot be read.
@@ -101,7 +100,7 @@ def _answer(options: argparse.Namespace) -> tuple[Any, str]:
 
 
 def _step(record: OrderRecord, rows: list[dict[str, Any]], title: str) -> tuple[Any, str]:
-    """The samples of a step; with their documents, if any source has some and they can be read."""
+    """Return the samples of a step, with their documents if a source has some and they can be read."""
     if not any(row["source"] in record.packed for row in rows):
         return rows, table(rows, title)
     try:
@@ -113,7 +112,7 @@ def _step(record: OrderRecord, rows: list[dict[str, Any]], title: str) -> tuple[
 
 
 def _with_sampler(run: RunDir, record: OrderRecord, options: argparse.Namespace) -> OrderRecord:
-    """The record with the user's sampler, which is run as a resume would run it.
+    """Return the record with the user's sampler, which is run as in a resume.
 
     Raises:
         UserError: others can write the run directory, or the class cannot answer.

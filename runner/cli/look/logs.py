@@ -1,4 +1,4 @@
-"""`runner logs RUN`: what a run has printed, and prints."""
+"""Print the log of a run, and follow it: `runner logs RUN`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from runner.system.terminal import printable
 
 LINES = 200
 POLL_S, LOOK_S = 0.5, 10.0
-PART = 1 << 20  # bytes that are read at once
+PART = 1 << 20  # bytes per read
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def parser() -> Parser:
-    """Make the parser of the command's arguments."""
+    """Return the parser of the arguments."""
     made = Parser(
         prog=f"{PROGRAM} logs",
         description="Prints what the last attempt at a run has printed, as a job or in a sweep. What a run prints to a "
@@ -43,7 +43,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit status.
+    """Run the command and return its exit status.
 
     Raises:
         UserError: there is no such run, or it has no log.
@@ -71,7 +71,7 @@ def _log(run: RunDir, rank: int) -> Path | None:
     timed = []
     for name in names:
         if name == own.name or of_job.fullmatch(name):
-            with suppress(OSError):  # a link to the log of a task that has not started
+            with suppress(OSError):  # the target of a link does not exist before the task starts
                 timed.append((files.stat(run.logs / name).st_mtime, run.logs / name))
     return max(timed)[1] if timed else None
 
@@ -96,9 +96,9 @@ def _why_none(run: RunDir, rank: int) -> str:
 
 
 def _print_end(path: Path, count: int | None, follows: bool) -> int:
-    """Print the last lines of a log: `count` of them, or those of the last attempt. Return where they end.
+    """Print the last lines of a log, `count` or those of the last attempt. Return the offset of their end.
 
-    An incomplete last line is left to `_follow`, if that follows.
+    With `follows`, an incomplete last line is left to `_follow`.
     """
     found: list[bytes] = []
     end, is_whole = 0, False
@@ -119,14 +119,14 @@ def _print_end(path: Path, count: int | None, follows: bool) -> int:
 
 
 def _print(line: bytes) -> None:
-    """Print a line: without colours, and of a bar that was drawn again and again only the last state."""
+    """Print a line without colours. Of a progress bar, print only its last state."""
     text = _COLOUR.sub("", line.decode(errors="replace")).rstrip("\r\n")
     if line:
         print(printable(text.rpartition("\r")[2]), flush=True)
 
 
 def _follow(run: RunDir, rank: int, path: Path | None, at: int) -> None:
-    """Print what is added to the log of a run, and to those of later attempts, until the run is over."""
+    """Print new lines of the log of a run, and of the logs of later attempts, until the run is over."""
     looked, told = float("-inf"), ""
     while True:
         is_over = False
@@ -148,10 +148,13 @@ def _follow(run: RunDir, rank: int, path: Path | None, at: int) -> None:
 
 
 def _print_from(path: Path, at: int) -> int:
-    """Print the complete lines of a log from an offset on, a part of them if there are many; return where they end."""
+    """Print the complete lines of a log from an offset on, only a part of them if there are many.
+
+    Return the end offset.
+    """
     with files.open_regular(path, follow=True) as file:
         size = files.size_of(file.fileno())
-        at = 0 if size < at else at  # it was begun anew
+        at = 0 if size < at else at  # the file was replaced
         data = files.read_at(file.fileno(), min(size - at, PART), at)
     lines = data.split(b"\n")[:-1] if len(data) < PART or b"\n" in data else [data]
     for line in lines:

@@ -1,4 +1,4 @@
-"""`runner report [DIR...]`: compare runs, as tables, one HTML page, CSV or JSON."""
+"""Compare runs as tables, one HTML page, CSV or JSON: `runner report [DIR...]`."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from runner.rundir.paths import RunDir
 from runner.search.directory import Record, SearchDir, read_journal
 from runner.system import clock, files, processes
 
-POINTS = 3_000_000  # of all curves in memory
+POINTS = 3_000_000  # of all curves together, in memory
 MAX_POINTS, MIN_POINTS = 1000, 60  # of a curve
 WATCH_S = 30.0
 STDOUT = Path("-")
 MAX_ROWS = 200  # of a table on the terminal
-LOOKS = 3  # at a run that has not started, before --notify takes it for one that will not
+LOOKS = 3  # at a run that has not started, until --notify assumes that it will not
 UNDER_WAY = ("running", "pending", "requeued", "ending", "suspended")
 
 
 def parser() -> Parser:
-    """The arguments of the command."""
+    """Return the parser of the arguments."""
     made = Parser(
         prog=f"{PROGRAM} report",
         description="Compares runs: prints tables, and writes one HTML page that needs no network.",
@@ -70,7 +70,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit status.
+    """Run the command and return its exit status.
 
     Raises:
         UserError: an argument is wrong, there are no runs, or a file cannot be written.
@@ -96,15 +96,15 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return _watch(roots, options, options.watch or WATCH_S)
     except KeyboardInterrupt:
-        if options.notify:  # which has not run
+        if options.notify:  # its command has not run
             raise
         return 0
 
 
 def _watch(roots: Sequence[Path], options: Any, every_s: float) -> int:
-    """Report again and again; with --notify until no run is under way: the exit status of the command.
+    """Report repeatedly, with --notify until no run is in progress, and return the exit status of its command.
 
-    A sweep on this machine has moments between its runs in which none is under way, and some have not started.
+    A sweep on this machine has moments between its runs in which no run is in progress and some have not started.
     """
     still = 0
     while True:
@@ -129,7 +129,7 @@ def _show_report(roots: Sequence[Path], options: Any, every_s: float | None = No
     groups = grouped(runs, by)
     order = ranked(runs, metric)
     printed = options.json or options.csv == STDOUT
-    # Files first: whoever reads the tables may close the pipe.
+    # Files first, because the reader of the tables may close the pipe.
     written = _files(runs, order, options)
     searches = read_searches(roots) if options.html or not printed else []
     if options.html or not printed:
@@ -154,7 +154,7 @@ def _show_report(roots: Sequence[Path], options: Any, every_s: float | None = No
 
 
 def _files(runs: Sequence[RunResults], order: Sequence[RunResults], options: Any) -> dict[Path, str]:
-    """The files that were asked for by name, but for the page."""
+    """Return the contents of the files that the options name, except the page."""
     written: dict[Path, str] = {}
     if options.csv and options.csv != STDOUT:
         written[options.csv] = spreadsheet.of_runs(order)
@@ -177,13 +177,16 @@ def results(roots: Sequence[Path], tags: Sequence[str] = (), modes: Mapping[str,
         return made
 
     read = [read_one(row) for row in rows.values()]
-    if len(keep := ends(read)) > 1 and any(run.steps > points for run in read):  # else every step is there anyway
+    if len(keep := ends(read)) > 1 and any(run.steps > points for run in read):  # else every step is shown anyway
         read = [read_one(row, keep) for row in rows.values()]
-    return [run for run in read if files.is_dir(run.path)]  # others were removed or moved meanwhile
+    return [run for run in read if files.is_dir(run.path)]  # the others were removed or moved while they were read
 
 
 def read_searches(roots: Sequence[Path]) -> list[dict[str, Any]]:
-    """Read what the page shows of each search at and below `roots`. Warn of one that cannot be read, and skip it."""
+    """Read what the page shows of each search at and below `roots`.
+
+    Skip searches that cannot be read, with a warning.
+    """
     found = []
     for path in {files.resolve(path): path for root in roots for path in find_searches(root)}.values():
         try:
@@ -209,7 +212,7 @@ def _metric(runs: Sequence[RunResults], given: str | None) -> str | None:
 
 
 def default_by(runs: Sequence[RunResults]) -> list[str]:
-    """All settings that differ and can change a result, but for the seed."""
+    """Return all settings that differ and can change a result, except the seed."""
     return [key for key in differing(runs) if key != "seed" and kind_of(key) != "free"]
 
 
@@ -255,7 +258,7 @@ def _write(path: Path, content: str | bytes) -> None:
 
 
 def _notify(command: str, runs: Sequence[RunResults]) -> int:
-    """Run the command of the user, with what became of the runs in its environment.
+    """Run the user's command, with the outcome of the runs in its environment.
 
     Raises:
         FileError: it failed.

@@ -1,4 +1,4 @@
-"""Before a resume: what other settings would repeat or skip, and what to do about it. Does not import torch."""
+"""Predict what a resume with other settings would repeat or skip, and suggest remedies. Does not import torch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def parse_overrides(record: OrderRecord, texts: list[str]) -> dict[str, Any]:
 
 
 def resume_plan(record: OrderRecord, step: int, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """What happens if the run resumes with other settings.
+    """Predict the effect of resuming the run with other settings.
 
     Args:
         record: of the run.
@@ -70,7 +70,7 @@ def resume_plan(record: OrderRecord, step: int, overrides: Mapping[str, Any]) ->
 
     Returns:
         `step`, `position`; batch shape `before` and `after`; numbers of `repeated` and `skipped` samples; `accepted`:
-        whether the runner would resume at all; lists of messages `notes` and `advice`.
+            whether the runner would resume at all; lists of messages `notes` and `advice`.
 
     Raises:
         RecordError: the settings are impossible.
@@ -116,7 +116,7 @@ def _new_shape(old: BatchShape, step: int, overrides: Mapping[str, Any]) -> Batc
 
 
 def _dealt_shape(shape: BatchShape, global_batch_size: int) -> BatchShape:
-    """The shape of rank-invariant training, in which the global batch stays."""
+    """Return the shape of rank-invariant training, which keeps the global batch."""
     micro_batches, rest = divmod(global_batch_size, shape.batch_size)
     if rest:
         raise RecordError(
@@ -126,7 +126,7 @@ def _dealt_shape(shape: BatchShape, global_batch_size: int) -> BatchShape:
 
 
 def _changed_segment(record: OrderRecord, current: Segment, overrides: Mapping[str, Any]) -> Segment | None:
-    """The segment with the overridden weights and temperature; None if neither is overridden.
+    """Return the segment with the overridden weights and temperature; None if neither is overridden.
 
     Raises:
         RecordError: the sampler would refuse it.
@@ -164,7 +164,7 @@ def _report_elastic(
 
 
 def _keeping_global_batch(new: BatchShape, wanted: int) -> str | None:
-    """Settings with which the ranks of `new` keep the global batch size `wanted`, if there are any."""
+    """Return settings with which the ranks of `new` keep the global batch size `wanted`; None if there are none."""
     accumulation, rest = divmod(wanted, new.world_size * new.batch_size)
     if not rest:
         return f"train.grad_accum_steps={accumulation}"

@@ -1,4 +1,4 @@
-"""`python -m runner search DIR`: the trials of a search, and the best one.
+"""Show the trials of a search, and the best one: `python -m runner search DIR`.
 
 python -m runner search outputs/text-asha-lr-seed0-1f2e3d4c
 python -m runner search outputs/text-asha-lr-seed0-1f2e3d4c --replay
@@ -24,7 +24,7 @@ journal and the run directories; starts nothing. The command that began the sear
 
 
 def parser() -> Parser:
-    """The arguments of the command."""
+    """Return the parser of the arguments."""
     made = Parser(prog=f"{PROGRAM} search", description=ABOUT)
     made.add_argument("directory", type=Path, metavar="DIR", help="of the search, such as outputs/NAME")
     made.add_argument("--json", action="store_true", help="print JSON")
@@ -34,7 +34,7 @@ def parser() -> Parser:
 
 
 def _only_search(root: Path, given: Path) -> Path:
-    """Return the search below a directory if there is one.
+    """Return the only search below a directory.
 
     Raises:
         RunDirError: there is none, or several.
@@ -47,7 +47,7 @@ def _only_search(root: Path, given: Path) -> Path:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit status.
+    """Run the command and return its exit status.
 
     Raises:
         RunDirError: DIR is not a search, or its journal is malformed.

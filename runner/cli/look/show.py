@@ -1,4 +1,4 @@
-"""`runner show --settings [PREFIX]`: every setting there is; `runner show RUN --model`: the model of a run."""
+"""Show every setting (`runner show --settings [PREFIX]`) or the model of a run (`runner show RUN --model`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WIDE = 200  # columns that a table of all settings needs
 
 
 def parser() -> Parser:
-    """Make the parser of the command's arguments."""
+    """Return the parser of the arguments."""
     made = Parser(
         prog=f"{PROGRAM} show",
         description="Prints the model of a run: its modules, their parameters, and the memory that training takes. Or "
@@ -44,7 +44,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit status.
+    """Run the command and return its exit status.
 
     Raises:
         UserError: there is no such setting or run, or the run's model cannot be created.
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _show_model(path: Path, as_json: bool) -> int:
-    """Print the model of a run, from its frozen config; the exit status."""
+    """Print the model of a run from its frozen config, and return the exit status."""
     from runner.config.frozen import load
     from runner.training.model.footprint import footprint
 
@@ -102,7 +102,7 @@ def _listing(rows: Sequence[Setting]) -> Table:
 
 
 def _paragraphs(rows: Sequence[Setting]) -> str:
-    """Write the same for a terminal on which a table has no room for what a setting is."""
+    """List the settings as paragraphs, for a terminal too narrow for a table with their explanations."""
     lines = []
     for row in rows:
         values = ", ".join(filter(None, (row.type, row.allowed, row.option)))

@@ -1,9 +1,9 @@
-"""`python -m runner status [DIR]`: what each run in a directory is doing.
+"""Show the state of each run in a directory: `python -m runner status [DIR]`.
 
-Reads the run directories and asks schedulers through the launchers that submitted the runs. The directories may be
-shared and written by anybody: whatever one of them contains, the other runs are shown, and nothing it names is
+Reads the run directories, and queries schedulers through the launchers that submitted the runs. Others may write to
+shared directories. So unexpected content of one run does not hide the other runs, and nothing that it names is
 imported. Clocks of different machines are never compared. Nothing here imports torch, numpy or hydra, so that the
-answer comes at once.
+command is fast.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ SHOWN = ("train.steps", "train.epochs")  # settings that the column of the steps
 
 
 def collect(root: Path, watcher: LeaseWatcher | None = None) -> tuple[list[Row], list[str]]:
-    """A row for each run below `root`, and a message for each launcher that could not report its jobs.
+    """Return a row for each run below `root`, and a message for each launcher that could not report its jobs.
 
-    Takes some seconds if it depends on a heartbeat whether a run is alive, and the watcher has not seen it before.
+    Takes some seconds if only a heartbeat shows whether a run is alive and the watcher has not seen it before.
     """
     watcher = watcher or LeaseWatcher()
     unreadable: list[OSError] = []
@@ -71,14 +71,14 @@ def _name(run: RunDir, root: Path) -> str:
 
 
 def _row(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, unanswered: bool) -> Row:
-    """The row of one run.
+    """Return the row of one run.
 
     Args:
         run: the run directory.
-        root: what the run's name is relative to.
-        watcher: tells whether the process that holds the lease is alive.
-        job: what the scheduler reports, None if it knows of no job.
-        unanswered: the scheduler could not be asked, so there may be a job although `job` is None.
+        root: the directory that the run's name is relative to.
+        watcher: detects whether the process that holds the lease is alive.
+        job: the scheduler's report; None if it knows of no job.
+        unanswered: the scheduler did not respond, so there may be a job although `job` is None.
 
     Raises:
         OSError: a record cannot be read.
@@ -97,7 +97,7 @@ def _row(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, un
     if row.state == "finished":
         row.step = state.finish.steps or row.step
         row.total = row.total if state.finish.early is not None else row.step
-    # The status is refreshed every few seconds, by a step: a long one may be under way since, or the run was killed.
+    # Steps refresh the status every few seconds. If it is old, a long step is in progress, or the run was killed.
     newest = state.newest
     if newest and (entry(newest, "step", int) > (row.step or 0) or row.loss is None):
         row.step, row.loss = newest["step"], entry(newest, "loss", float)
@@ -110,7 +110,7 @@ def _row(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, un
         row.job_id = submitted_job(run)
     row.checkpoint_step, row.checkpoint_time = run.newest_checkpoint() or (None, None)
     row.tags, row.notes = labels(run)
-    with suppress(ValueError, TypeError, LookupError):  # as `labels`: the rest is shown all the same
+    with suppress(ValueError, TypeError, LookupError):  # as in `labels`: the rest is still shown
         settings = flatten(read_plain(run.config))
         row.settings = {key: value for key, value in settings.items() if kind_of(key) != "free" and key not in SHOWN}
     row.gpu_hours = _gpu_hours(run, state)
@@ -118,7 +118,7 @@ def _row(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, un
 
 
 def _gpu_hours(run: RunDir, state: State) -> float | None:
-    """Return the hours of GPUs that all attempts had, the one under way included; None without GPUs."""
+    """Return the GPU hours of all attempts, including the one in progress; None without GPUs."""
     current = files.read_object(run.attempt)
     if current.get("attempt") == state.status.get("attempt"):
         current = {**current, **(entry(state.status, "time", dict) or {})}
@@ -128,7 +128,7 @@ def _gpu_hours(run: RunDir, state: State) -> float | None:
 
 
 def having(rows: Sequence[Row], tags: Sequence[str]) -> list[Row]:
-    """Choose the rows that have all of these tags, with the settings in which they differ."""
+    """Choose the rows that have all of these tags, and set the settings in which they differ."""
     chosen = [row for row in rows if set(tags) <= set(row.tags)]
     keys = telling([row.settings for row in chosen])
     for row in chosen:
@@ -137,9 +137,9 @@ def having(rows: Sequence[Row], tags: Sequence[str]) -> list[Row]:
 
 
 def _idle_s(run: RunDir) -> float | None:
-    """Seconds since the last step, or since the start of the attempt; None if that is not known.
+    """Return the seconds since the last step, or since the start of the attempt; None if not known.
 
-    Until the last heartbeat, by the times of the files: one clock, that of the file system, set all of them.
+    They are counted until the last heartbeat, by file times, which all come from the clock of the file system.
     """
     held = read_holder(run.lease)
     beat = modified(heartbeat_file(run.lease, held[0])) if held else None
@@ -148,7 +148,7 @@ def _idle_s(run: RunDir) -> float | None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit status.
+    """Run the command and return its exit status.
 
     Raises:
         UserError: an argument is wrong.
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _plain(row: Row) -> dict[str, Any]:
-    """Return a row for JSON, with those of its settings alone in which it differs from others."""
+    """Return a row for JSON, with only those of its settings in which it differs from other rows."""
     return {name: value for name, value in vars(row).items() if name != "settings"}
 
 

@@ -1,4 +1,4 @@
-"""The table of `runner status`: a line for each run, fitted to the window, and notes below it."""
+"""Lay out the table of `runner status`: a line for each run, fitted to the window, and notes below it."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ STYLES = {
     "unreadable": "yellow",
 }
 MAX_NAMES = 3  # of runs that share a note
-MAX_NOTES = 8  # in a window that is refreshed
+MAX_NOTES = 8  # in a refreshed window
 MAX_VALUE, MIN_NAME = 16, 24  # characters of a setting, and of a name
 IDLE_S = 300.0
-"""A running run that has made no step for this long is pointed out; it may be hanging."""
+"""A run without a step for this long gets a note, because it may be hanging."""
 LESS = ("node", "saved", "tokens/s", "lost", "attempts", "last cause", "ranks", "job", "samples/s")
-"""Columns that a narrow window leaves out, the first one first."""
+"""Columns that are left out of a narrow window, in this order."""
 
 
 @dataclass
 class Row:
-    """One run. `state` is its state now; `cause` is why its last attempt ended. Times are seconds since 1970.
+    """One run. `state` is its current state; `cause` is why its last attempt ended. Times are seconds since 1970.
 
     `reason` explains the state: why it failed, or why its job waits.
     """
@@ -68,12 +68,12 @@ class Row:
     idle_s: float | None = None  # seconds since its last step, if it is running
     warnings: list[str] | None = None
     tags: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # that of the config first, then those that were added
-    waited_s: float | None = None  # by its waiting job
+    notes: list[str] = field(default_factory=list)  # the config's first, then those that were added
+    waited_s: float | None = None  # how long its job has waited
     starts: float | None = None  # when the scheduler expects its waiting job to start
-    gpu_hours: float | None = None  # of all attempts, where there were GPUs
-    settings: dict[str, Any] = field(default_factory=dict)  # those that identify the run
-    differs: dict[str, Any] = field(default_factory=dict)  # those in which the rows differ
+    gpu_hours: float | None = None  # of all attempts with GPUs
+    settings: dict[str, Any] = field(default_factory=dict)  # the settings that identify the run
+    differs: dict[str, Any] = field(default_factory=dict)  # the settings in which the rows differ
 
 
 def as_table(
@@ -83,13 +83,13 @@ def as_table(
     width: int | None = None,
     most_notes: int | None = None,
 ) -> Any:
-    """Make a table of the rows for rich, without columns of which nothing is known.
+    """Make a table of the rows for rich, without columns that are not known.
 
     Args:
         rows: those to show; above them is how many runs are in which state.
         messages: what to show below, after reasons and warnings.
         others: rows that are only counted.
-        width: characters of a line. Where it is too short, names are shortened, and then columns left out.
+        width: characters of a line. If it is too short, names are shortened, and then columns left out.
         most_notes: how many lines to show below the table; None: all.
     """
     from rich.console import Group
@@ -123,7 +123,10 @@ def _by_state(rows: Sequence[Row]) -> str:
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Lay out the cells by column. What is empty in all rows is left out, and what tells the runs apart is first."""
+    """Lay out the cells by column.
+
+    Columns that are empty in all rows are left out; those that distinguish runs come first.
+    """
     several = any(row.ranks not in (None, 1) for row in rows)
     keys = list(dict.fromkeys(key for row in rows for key in row.differs))
     cells = {
@@ -150,10 +153,10 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[str]]:
 
 
 def _narrow(columns: dict[str, list[str]], width: int) -> list[str]:
-    """Fit columns to a width, in place: shorten names where settings tell the runs apart, then leave columns out.
+    """Fit columns to a width, in place: shorten names if settings distinguish the runs, then leave columns out.
 
     Returns:
-        the columns that are left out.
+        The columns that are left out.
     """
 
     def needed() -> int:
@@ -168,7 +171,7 @@ def _narrow(columns: dict[str, list[str]], width: int) -> list[str]:
 
 
 def _shortened(text: str, most: int) -> str:
-    """Leave out the middle of a long text: a name ends in what identifies the run."""
+    """Leave out the middle of a long text, because a name ends in the part that identifies the run."""
     tail = most // 2
     return text if len(text) <= most else f"{text[: most - tail - 1]}…{text[-tail:]}"
 
@@ -178,7 +181,7 @@ def _setting(value: Any) -> str:
 
 
 def _waiting(row: Row) -> str:
-    """State for how long a job has waited, and when it is expected to start."""
+    """State how long a job has waited, and when it is expected to start."""
     waited = "" if row.waited_s is None else _duration(row.waited_s)
     return f"{waited}, until about {_time_of_day(row.starts)}" if row.starts is not None else waited
 
@@ -202,7 +205,7 @@ def fitting(rows: Sequence[Row], messages: Sequence[str], width: int | None = No
 
 
 def _notes(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield notes about the rows besides their cells, once for all rows that share one."""
+    """Yield notes about the rows, one for all rows that share it."""
     sharing: dict[str, list[str]] = {}
     for row in rows:
         idle = f"no step for {row.idle_s / 60:.0f} minutes" if row.idle_s is not None and row.idle_s >= IDLE_S else None
@@ -215,7 +218,10 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _time_of_day(time: float | None) -> str:
-    """`Mar 02 14:32` in local time: no age, since the clock of the file system may differ from this machine's."""
+    """Format a time as `Mar 02 14:32` in local time.
+
+    An age would be wrong, because the clock of the file system may differ from this machine's.
+    """
     if time is None:
         return ""
     try:
