@@ -173,7 +173,7 @@ class Composer:
         refuse(line for text in sweepers[:1] if (line := unused_setting(text)))
         given = self._alternatives(overrides)
         choices = {key: texts for key, texts in given.items() if self.tree.group_of(key)}
-        params: dict[tuple[str, ...], list[str]] = {}  # by chosen options, because an option may add params
+        params: dict[tuple[str, ...], list[str]] = {}  # by chosen options, because an option may add its own
         for chosen in product(*choices.values()):
             params[chosen] = self._sweep_params([text for text in chosen if not unused_setting(text)])
         if len(set(map(tuple, params.values()))) < 2:

@@ -1,4 +1,4 @@
-"""`runner diff A B`: how two runs differ in settings, code and environment, and from which step on in metrics."""
+"""Compare two runs: settings, code, environment, and from which step on their metrics differ (`runner diff A B`)."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def _files(runs: Sequence[RunResults], order: Sequence[RunResults], options: Any
 
 
 def results(roots: Sequence[Path], tags: Sequence[str] = (), modes: Mapping[str, str] = NO_MODES) -> list[RunResults]:
-    """Read the results of all runs at and below `roots` that have all of these tags, with their states; each once."""
+    """Read the results and states of all runs at and below `roots` that have all of these tags. Skip duplicates."""
     base = Path(os.path.commonpath([os.path.abspath(base_of(root)) for root in roots]))
     rows = {files.resolve(row.path): row for root in roots for row in having(collect(root)[0], tags)}
     points = max(MIN_POINTS, min(MAX_POINTS, POINTS // (10 * max(len(rows), 1))))

@@ -56,7 +56,10 @@ def collect(root: Path, watcher: LeaseWatcher | None = None) -> tuple[list[Row],
 
 
 def _row_or_reason(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, unanswered: bool) -> Row:
-    """The row of a run, `unreadable` if its directory holds anything unexpected: that must not hide the other runs."""
+    """Return the row of a run. Its state is `unreadable` if its directory has unexpected content.
+
+    Such a run must not hide the other runs.
+    """
     try:
         with reading(run):
             if not files.is_taken(run.config):

@@ -1,4 +1,4 @@
-"""`runner archive RUN FILE.tar`: pack a run that nobody trains into one file, and verify that."""
+"""Pack a run that no process trains into one file, and verify the file: `runner archive RUN FILE.tar`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DIGEST_LENGTH = 64
 
 
 def parser() -> Parser:
-    """The arguments of the command."""
+    """Return the parser of the arguments."""
     made = Parser(
         prog=f"{PROGRAM} archive",
         description="Packs a run directory into one file, which is read again and compared before it gets its name. "
@@ -47,7 +47,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit status.
+    """Run the command and return its exit status.
 
     Raises:
         UserError: the run is live, or the file exists or cannot be written.
@@ -65,12 +65,12 @@ def main(arguments: Sequence[str]) -> int:
         for left in _leftovers(target):
             files.remove(left)
         with custody(run, tell) as held:
-            # A checkpoint that a killed command was about to delete may be pinned, and gets its name back.
+            # A checkpoint that a killed command was about to delete may be pinned; this restores its name.
             fence = Fence(held.lease.fence, held.lease.check_fence)
             store_of(run, fence).sweep()
             content = _pack(run.path, _members(run, _kept(run, options.checkpoints)), temporary, mode)
             packed_bytes = files.stat(temporary).st_size
-            held.check()  # last: what was packed is the run only if nobody else has changed it meanwhile
+            held.check()  # last, because the file is valid only if no other process has changed the run
             _publish(temporary, target)
     except OSError as error:
         raise FileError(f"{error.filename or options.file}: {error.strerror or error}") from error
@@ -83,9 +83,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _remove_temporary(path: Path) -> None:
-    """What remains of it goes with the next archive of that name."""
+    """Remove a temporary file, or warn. The next archive of that name removes it then."""
     try:
-        if files.is_taken(path):  # a read-only disk refuses to remove what is not there, too
+        if files.is_taken(path):  # a read-only disk refuses to remove even a missing file
             files.remove(path)
     except OSError as error:
         tell(f"warning: {shown(path)} cannot be removed ({error.strerror or error})")
@@ -97,13 +97,16 @@ def _refuse_existing(target: Path) -> None:
 
 
 def _leftovers(target: Path) -> list[Path]:
-    """What killed commands for the same file have left; a live one fails, and reports that."""
+    """Return the files that killed commands for the same file have left.
+
+    If such a command still runs, it fails and reports that.
+    """
     name = re.compile(re.escape(f".{target.name}.tmp-") + processes.TAG)
     return [target.with_name(each) for each in files.list_dir(target.parent) if name.fullmatch(each)]
 
 
 def _publish(temporary: Path, target: Path) -> None:
-    """Give the file its name, durably, and replace nothing.
+    """Give the file its final name, durably, without replacing another file.
 
     Raises:
         UserError: another command has made a file of that name.
@@ -123,7 +126,9 @@ def _publish(temporary: Path, target: Path) -> None:
 
 
 def _members(run: RunDir, kept: Collection[str] | None) -> list[Path]:
-    """What to pack, relative to the run directory, beginning with that; leases are of processes and stay behind.
+    """Return the paths to pack, relative to the run directory and beginning with it.
+
+    Leases belong to processes and are left out.
 
     Args:
         run: the run directory.
@@ -145,7 +150,7 @@ def _members(run: RunDir, kept: Collection[str] | None) -> list[Path]:
             folders[:] = [name for name in folders if name in kept]
         folders.sort()
         links = [name for name in folders if files.is_link(Path(folder) / name)]
-        if relative != Path(run.checkpoints.name):  # a checkpoint is complete, and its time tells when it was saved
+        if relative != Path(run.checkpoints.name):  # a checkpoint is complete, and its time is when it was saved
             for name in folders:
                 if name not in links:
                     _look_anew(Path(folder) / name)
@@ -154,17 +159,19 @@ def _members(run: RunDir, kept: Collection[str] | None) -> list[Path]:
 
 
 def _look_anew(directory: Path) -> None:
-    """See what another machine has just written there: what is not packed may be removed with the run.
+    """Refresh the listing of a directory to see files just written by another machine.
+
+    A file that is not packed may be removed with the run.
 
     Raises:
         OSError: the file system refused.
     """
-    with suppress(PermissionError):  # somebody else's
+    with suppress(PermissionError):  # another user's directory
         files.look_anew(directory)
 
 
 def _kept(run: RunDir, which: str) -> set[str] | None:
-    """The names of the checkpoints to pack; None for all.
+    """Return the names of the checkpoints to pack; None for all.
 
     Raises:
         UserError: there is no checkpoint of that kind.
@@ -179,7 +186,7 @@ def _kept(run: RunDir, which: str) -> set[str] | None:
 
 
 class _Hashing:
-    """A file that is read, and what it held."""
+    """A file that is read, and the digest of its content."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self.digest = file, hashlib.sha256()
@@ -191,14 +198,14 @@ class _Hashing:
 
 
 def _pack(root: Path, members: Sequence[Path], target: Path, mode: str) -> dict[str, str]:
-    """Write the file, make it durable, and read it again; what is in it, by name.
+    """Write the file, make it durable, and read it again. Return its content by name.
 
     Raises:
-        OSError: the file system refused, or what was read is not what was written.
+        OSError: the file system refused, or the content read differs from the content written.
     """
     written: dict[str, str] = {}
     with files.open_new(target) as out:
-        # A file with several names, in this run and in a branch, is packed as a file.
+        # A file with several hard links, in this run and in a branch, is packed as a file.
         with tarfile.open(fileobj=out, mode=mode, dereference=True) as tar:  # type: ignore[call-overload]
             for member in members:
                 name = str(Path(root.name) / member)
@@ -211,13 +218,13 @@ def _pack(root: Path, members: Sequence[Path], target: Path, mode: str) -> dict[
 
 
 def _read_back(target: Path) -> dict[str, str]:
-    """What is in the file, by name."""
+    """Return the content of the file, by name."""
     with files.open_regular(target) as packed, tarfile.open(fileobj=packed, mode="r") as tar:
         return {entry.name: _content(tar, entry) for entry in tar}
 
 
 def _add(tar: tarfile.TarFile, path: Path, name: str) -> str:
-    """Add what is at `path`; its content, as `_content` describes it."""
+    """Add the file or directory at `path`, and return its content as `_content` describes it."""
     if (link := files.read_link(path)) is not None:
         entry = tarfile.TarInfo(name)
         entry.type, entry.linkname, entry.mtime = tarfile.SYMTYPE, link, int(files.lstat(path).st_mtime)
@@ -233,7 +240,7 @@ def _add(tar: tarfile.TarFile, path: Path, name: str) -> str:
 
 
 def _entry(name: str, found: os.stat_result) -> tarfile.TarInfo:
-    """What `TarFile.gettarinfo` makes of a file or a directory, which looks past the system layer."""
+    """Return the same entry as `TarFile.gettarinfo`, which is not used because it bypasses the system layer."""
     entry = tarfile.TarInfo(name)
     entry.mode, entry.mtime = found.st_mode, found.st_mtime
     entry.uid, entry.gid, entry.uname = found.st_uid, found.st_gid, accounts.user_name(found.st_uid)
@@ -245,7 +252,7 @@ def _entry(name: str, found: os.stat_result) -> tarfile.TarInfo:
 
 
 def _content(tar: tarfile.TarFile, entry: tarfile.TarInfo) -> str:
-    """What an entry holds: the digest of a file, or what else it is."""
+    """Describe the content of an entry: the digest of a file, or the kind of any other entry."""
     if entry.issym():
         return f"link to {entry.linkname}"
     if entry.isdir():

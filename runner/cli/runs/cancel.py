@@ -1,4 +1,4 @@
-"""`runner cancel RUN...`: end what is being done for runs, and record that they were withdrawn."""
+"""Stop runs and their jobs, and record that they were withdrawn: `runner cancel RUN...`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runner.system import files, processes
 
 
 def parser() -> Parser:
-    """Make the parser of the command's arguments."""
+    """Return the parser of the arguments."""
     made = Parser(
         prog=f"{PROGRAM} cancel",
         description="Ends the job of each run, whether it waits or trains, or the process that trains it on this "
@@ -36,10 +36,10 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit status: 1 if a run could not be withdrawn.
+    """Run the command and return its exit status: 1 if a run could not be withdrawn.
 
     Raises:
-        UserError: a RUN is not a run directory, or a scheduler does not answer or refuses.
+        UserError: a RUN is not a run directory, or a scheduler does not respond or refuses.
     """
     options = parser().parse_args(arguments)
     runs = [run for path in options.runs for run in _runs_of(Path(path))]
@@ -60,19 +60,21 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _runs_of(path: Path) -> list[RunDir]:
-    """Return a run; of a search its slots, whose end ends what they train.
+    """Return a run, or the slots of a search. Stopping a slot stops the run that it trains.
 
     Raises:
-        RunDirError: there is neither.
+        RunDirError: there is neither a run nor a search.
     """
     return SearchDir(path.absolute()).slots() if is_search(path) else [run_dir(path)]
 
 
 def _state(run: RunDir, job: JobInfo | None) -> State:
-    """Look at a run that nobody else can write to: its records name the job and the process to end.
+    """Return the state of a run that no other user can write to.
+
+    The records of the run name the job and the process to end, so they have to be trusted.
 
     Raises:
-        RunDirError: others can, or a record is malformed.
+        RunDirError: others can write to it, or a record is malformed.
     """
     with reading(run):
         check_trusted(run)
@@ -80,7 +82,7 @@ def _state(run: RunDir, job: JobInfo | None) -> State:
 
 
 def _submitted_with(run: RunDir) -> list[RunDir]:
-    """List the runs beside a run that were submitted by the same command.
+    """List the runs in the same directory that were submitted by the same command.
 
     Raises:
         UserError: the run was never submitted.
@@ -92,7 +94,7 @@ def _submitted_with(run: RunDir) -> list[RunDir]:
 
 
 def _withdraw(state: State, job: str | None) -> int:
-    """End what is being done for a run, record it and print it; the exit status."""
+    """Stop a run and its job, record and print that, and return the exit status."""
     run, name = state.run, shown(state.run.path)
     try:
         ended = job or _stopped(run)
@@ -112,10 +114,10 @@ def _withdraw(state: State, job: str | None) -> int:
 
 
 def _stopped(run: RunDir) -> str | None:
-    """Ask the process that trains a run to save and exit; None if there is none.
+    """Ask the process that trains a run to save and exit, and describe the process; None if there is none.
 
     Raises:
-        LockedError: it is on another machine, or somebody else's, or nobody can tell.
+        LockedError: it is on another machine, or another user's, or its state is unknown.
         OSError: a record cannot be read.
     """
     _, holder = read_holder(run.lease) or (0, {})

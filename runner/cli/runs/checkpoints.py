@@ -1,4 +1,4 @@
-"""`runner checkpoints RUN [--verify | --prune | --export FILE | --diff A B]`: what a run has saved.
+"""Manage the checkpoints of a run: `runner checkpoints RUN [--verify | --prune | --export FILE | --diff A B]`.
 
 RUN is a run directory or a directory of checkpoints; --diff with two paths needs none. Without an option, checkpoints
 are listed: only manifests and sizes are read. Nothing in a checkpoint is executed, and no model is needed.
@@ -31,11 +31,11 @@ from runner.system import files, processes
 
 DIFFERENT = 1
 
-WEIGHT_FILES = (".bin", ".ckpt", ".h5", ".npz", ".onnx", ".pt", ".pth")  # what an export does not write
+WEIGHT_FILES = (".bin", ".ckpt", ".h5", ".npz", ".onnx", ".pt", ".pth")  # an export does not write these
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit status: 0, 1 if a checkpoint is corrupt or two differ.
+    """Run the command and return its exit status: 0, or 1 if a checkpoint is corrupt or two differ.
 
     Raises:
         UserError: an argument is wrong, or a file cannot be read or written.
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = Parser(
         prog=f"{PROGRAM} checkpoints",
         description="List, verify, prune, export and compare the checkpoints of a run.",
@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what the options ask for.
+    """Carry out the action that the options choose.
 
     Raises:
         UserError: an option is used without the one that it belongs to.
@@ -107,13 +107,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def checkpoints_of(path: Path) -> Path:
-    """The directory of checkpoints that `path` means.
+    """Return the directory of checkpoints at `path`, or of the run at `path`.
 
     Raises:
-        UserError: there is none, or the run directory holds links or the like.
+        UserError: there is none, or the run directory holds links or other special files.
     """
     inside = RunDir(path).checkpoints
-    if files.is_taken(inside):  # else it is no run, and what it holds is none of ours
+    if files.is_taken(inside):  # else it is not a run, and its files are not checked
         check_kinds(RunDir(path))
     if files.is_dir(inside):
         return inside
@@ -126,7 +126,7 @@ def checkpoints_of(path: Path) -> Path:
 
 
 def show(directory: Path, verify: bool, as_json: bool) -> int:
-    """List all checkpoints; with `verify`, after reading every byte."""
+    """List all checkpoints; with `verify`, read every byte first."""
     store = Directory(directory)
     found = list(reversed(choice.scan(store)))
     candidates = choice.judged(store, (entry for entry in found if isinstance(entry, Candidate)))
@@ -245,7 +245,9 @@ def prune(directory: Path, keep_last: int, dry_run: bool, as_json: bool) -> int:
 
 
 def export(directory: Path, target: Path, step: str | None, raw: bool, as_json: bool) -> int:
-    """Write the model's tensors, by name, to a safetensors file; the averaged ones if there are any, unless `raw`.
+    """Write the model's tensors by name to a safetensors file.
+
+    They are the averaged ones if there are any, unless `raw`.
 
     Raises:
         UserError: the file name is wrong, or there is no such step.
@@ -277,7 +279,7 @@ def export(directory: Path, target: Path, step: str | None, raw: bool, as_json: 
 
 
 def export_folder(directory: Path, target: Path, step: str | None, raw: bool, as_json: bool) -> int:
-    """Write a Hugging Face model as the folder that `from_pretrained` reads: weights and its own config.
+    """Write a Hugging Face model as a folder for `from_pretrained`: its weights and its config.
 
     Raises:
         UserError: the model has no `save_pretrained`, the folder exists, or there is no such step.
@@ -322,23 +324,23 @@ def export_folder(directory: Path, target: Path, step: str | None, raw: bool, as
 
 
 def unlike_its_class(model: Any) -> str:
-    """Say in which tensors a model differs from a new one of its class and its config; empty if in none.
+    """Describe the tensors in which a model differs from a new one of its class and config; empty if there are none.
 
-    Nothing is known of a class that is not created from a config alone.
+    Also empty if the class cannot be created from a config alone.
     """
     import torch
 
     try:
         with torch.device("meta"):
             new = type(model)(copy.deepcopy(model.config)).state_dict().keys()
-    except Exception:  # noqa: BLE001 the user's own class
+    except Exception:  # noqa: BLE001 a user's class may raise anything
         return ""
     parts = {"has no": sorted(new - model.state_dict().keys()), "also has": sorted(model.state_dict().keys() - new)}
     return "; ".join(f"it {verb} {names[0]} and {len(names) - 1} more" for verb, names in parts.items() if names)
 
 
 def _sync(folder: Path) -> None:
-    """Make everything in a folder, which was written by others, survive a power loss."""
+    """Make all files in a folder that other code wrote survive a power loss."""
     for path, _, names in files.walk(folder):
         for name in names:
             with files.open_regular(Path(path) / name, follow=True) as file:
@@ -347,7 +349,7 @@ def _sync(folder: Path) -> None:
 
 
 def compared(directory: Path | None, which: str) -> Intact:
-    """The checkpoint of a step in `directory`, or at a path; every byte was verified.
+    """Return the checkpoint of a step in `directory`, or at a path, after verifying every byte.
 
     Raises:
         UserError: there is no such checkpoint.

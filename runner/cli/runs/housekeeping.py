@@ -1,4 +1,4 @@
-"""What the commands that move, remove and pack whole runs have in common."""
+"""Helpers of the commands that move, remove and pack whole runs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from runner.rundir.paths import RunDir
 from runner.system import files, processes
 
 _REMOVED = re.compile(rf"\.(?P<name>.+)\.removed-(?P<numbers>\d+-\d+)-{processes.TAG}")
-"""The name of what is being deleted, with the fencing numbers by which it was renamed."""
+"""The name of a run that is being deleted, with the fencing numbers of the command that renamed it."""
 
 
 def typed(path: Path) -> str:
-    """`path` as one would type it in a shell, in the current directory."""
+    """Return `path` as a user would type it in a shell, in the current directory."""
     return shlex.quote(shown(path))
 
 
 def leftovers(path: Path) -> list[Path]:
-    """List what a removal of the run at `path` has left, because it was killed.
+    """List the leftovers of killed removals of the run at `path`.
 
     Raises:
         FileError: the directory cannot be read.
@@ -39,10 +39,10 @@ def leftovers(path: Path) -> list[Path]:
 
 
 def remove(held: Custody) -> Path:
-    """Give a run a name that no command finds, under which `remove_rest` deletes it: a kill leaves a run or none.
+    """Rename a run so that no command finds it and `remove_rest` can delete it. A kill leaves the complete run or none.
 
     Raises:
-        SupersededError: somebody has taken the run over; nothing was changed.
+        SupersededError: another process has taken the run over; nothing was changed.
         OSError: the file system refused.
     """
     path = held.run.path
@@ -53,10 +53,12 @@ def remove(held: Custody) -> Path:
 
 
 def remove_rest(aside: Path) -> None:
-    """Delete what `remove` has renamed, unless whoever did was killed before it saw that somebody had taken it over.
+    """Delete a run that `remove` has renamed.
+
+    If another process has taken the run over, and the renaming command was killed before it noticed, give the run back.
 
     Raises:
-        SupersededError: somebody had; see `give_back_if_taken_over`.
+        SupersededError: another process has taken the run over; see `give_back_if_taken_over`.
         FileError: the file system refused; the rest is still there.
     """
     try:
@@ -64,9 +66,9 @@ def remove_rest(aside: Path) -> None:
             submission, _, lease = found["numbers"].partition("-")
             name = aside.with_name(found["name"])
             give_back_if_taken_over(RunDir(aside), name, (int(submission), int(lease)))
-        # Who renamed it may have been killed before that was durable: a power loss would bring back a part of the run.
+        # The renaming command may have been killed before that was durable: a power loss would restore part of the run.
         files.fsync_dir(aside.parent)
-        with suppress(FileNotFoundError):  # another command does the same
+        with suppress(FileNotFoundError):  # another command deletes it, too
             files.remove_tree(aside)
     except OSError as error:
         raise FileError(
@@ -75,10 +77,10 @@ def remove_rest(aside: Path) -> None:
 
 
 def refuse_inside_run(target: Path) -> None:
-    """Whether `target` would be in a run directory, and so a part of that run.
+    """Refuse a `target` inside a run directory, where it would become a part of that run.
 
     Raises:
-        UserError: it would.
+        UserError: it is inside one.
     """
     inside = [parent for parent in target.parents if is_run(RunDir(parent))]
     if inside:

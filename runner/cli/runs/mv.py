@@ -1,4 +1,4 @@
-"""`runner mv RUN TARGET`: move or rename a run that nobody trains."""
+"""Move or rename a run that no process trains: `runner mv RUN TARGET`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HASH = re.compile(r"-[0-9a-f]{8}$")
 
 
 def parser() -> Parser:
-    """The arguments of the command."""
+    """Return the parser of the arguments."""
     made = Parser(
         prog=f"{PROGRAM} mv",
         description="Moves or renames a run directory. The hash at the end of its name is kept, by which the same "
@@ -30,7 +30,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit status.
+    """Run the command and return its exit status.
 
     Raises:
         UserError: the run is live, or the target exists or cannot be written.
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
             ) from None
         raise FileError(f"{shown(source)} cannot be moved to {shown(target)} ({error.strerror or error})") from error
     say(f"moved {shown(source)} to {shown(target)}")
-    if not HASH.search(target.name):  # its own command means the old path
+    if not HASH.search(target.name):  # its command still means the old path
         say(f"resume it: {PROGRAM} resume {typed(target)}")
     elif source.parent != target.parent:
         say(f"resume it: {PROGRAM} resume {typed(target)}, or its command with run.root={typed(target.parent)}")
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _target(source: Path, asked: str) -> Path:
-    """The new path of the run, with the hash that its name ends with.
+    """Return the new path of the run, with the hash that its name ends with.
 
     Raises:
         UserError: it exists, or is in a run.

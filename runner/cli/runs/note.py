@@ -1,4 +1,4 @@
-"""`runner note RUN "text"`: add a note to a run, or list its notes."""
+"""Add a note to a run, or list its notes: `runner note RUN "text"`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.rundir.trust import reading
 
 
 def parser() -> Parser:
-    """Make the parser of the command's arguments."""
+    """Return the parser of the arguments."""
     made = Parser(
         prog=f"{PROGRAM} note",
         description="Adds a note to a run, which may be training. `runner status` and `runner report` show it. Without "
@@ -29,7 +29,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit status.
+    """Run the command and return its exit status.
 
     Raises:
         UserError: there is no such run, the text is empty or too long, or the directory cannot be written.

@@ -1,4 +1,4 @@
-"""`runner pin RUN --step N|best|last`: keep a checkpoint, whatever else the run deletes."""
+"""Keep a checkpoint, whatever else the run deletes: `runner pin RUN --step N|best|last`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.errors import FileError, UserError
 
 
 def parser() -> Parser:
-    """The arguments of the command."""
+    """Return the parser of the arguments."""
     made = Parser(
         prog=f"{PROGRAM} pin",
         description="Pins checkpoints of a run: neither the run nor `checkpoints --prune` deletes them. "
@@ -30,7 +30,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit status.
+    """Run the command and return its exit status.
 
     Raises:
         UserError: there is no such run or checkpoint, or the directory cannot be written.

@@ -1,4 +1,4 @@
-"""Removes the checkpoints of paused trials."""
+"""Remove the checkpoints of paused trials."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from runner.system import files
 
 
 def prune(search: SearchDir, record: Record, journal: Journal) -> None:
-    """Remove the checkpoints of the paused trials of a search that has ended, unless it keeps them; the best keeps its.
+    """Remove the checkpoints of the paused trials of a search that has ended, unless the search keeps them.
 
-    A run is left alone unless it is as this search has left it: somebody may train it, or have trained it further, have
-    removed it, or need it for another search.
+    The best trial keeps its checkpoints. A run is left alone unless it is as this search has left it: another process
+    may train it, or have trained it further, have removed it, or another search may need it.
     """
-    if not record.prune or gives_up(journal):  # it goes on when the cause is fixed
+    if not record.prune or gives_up(journal):  # the search continues when the cause is fixed
         return
     found, left = best(record.rules, journal), dict[RunDir, int]()
     for trial in journal.trials:
@@ -35,7 +35,7 @@ def prune(search: SearchDir, record: Record, journal: Journal) -> None:
                         left[run] = result.step
     try:
         wanted = _wanted_by_others(search) if left else set[Path]()
-    except (UserError, OSError):  # one that cannot be read may need any
+    except (UserError, OSError):  # a search that cannot be read may need any of them
         return
     for run, step in left.items():
         with suppress(UserError, OSError, ValueError):
@@ -44,7 +44,7 @@ def prune(search: SearchDir, record: Record, journal: Journal) -> None:
 
 
 def _wanted_by_others(search: SearchDir) -> set[Path]:
-    """Return the runs of the searches beside this one that keep them, or have not ended.
+    """Return the runs of other searches in the same directory that keep their runs' checkpoints, or have not ended.
 
     Raises:
         RunDirError: one of those is malformed.

@@ -1,4 +1,4 @@
-"""`runner rm RUN...`: remove runs that nobody trains."""
+"""Remove runs that no process trains: `runner rm RUN...`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runner.system import files
 
 
 def parser() -> Parser:
-    """The arguments of the command."""
+    """Return the parser of the arguments."""
     made = Parser(
         prog=f"{PROGRAM} rm",
         description="Removes run directories with all that is in them, after a question. A run that is being trained, "
@@ -33,10 +33,10 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit status.
+    """Run the command and return its exit status.
 
     Raises:
-        UserError: a RUN cannot be removed: then none is, unless that turned out on the way.
+        UserError: a RUN cannot be removed. Then none is removed, unless the error came up after the checks.
     """
     options = parser().parse_args(arguments)
     rests: list[Path] = []
@@ -70,10 +70,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _removable(path: Path, force: bool) -> RunDir:
-    """The run at `path`, which may be removed as far as can be told without holding its leases.
+    """Return the run at `path` after the checks that are possible without its leases.
 
     Raises:
-        UserError: it may not.
+        UserError: it may not be removed.
     """
     run = run_at(path)
     check_idle(run)
@@ -114,7 +114,7 @@ def _remove(run: RunDir, force: bool) -> None:
 
 
 def _bytes(path: Path) -> int:
-    """What the files of a run hold; those of a checkpoint that a branch shares count, too."""
+    """Return the size of the files of a run in bytes, including those of a checkpoint that a branch shares."""
     total = 0
     for folder, _, names in files.walk(path):
         for name in names:

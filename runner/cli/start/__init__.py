@@ -1,1 +1,1 @@
-"""Commands that start runs, continue them, fork them, and evaluate what they have saved."""
+"""Commands that start, resume and fork runs, and evaluate their checkpoints."""

@@ -1,4 +1,4 @@
-"""Changes of the settings of an existing run: which are allowed, what they mean, and what became of earlier ones."""
+"""Change the settings of an existing run: the allowed changes, their effects, and the fate of earlier changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runner.rundir import provenance
 from runner.rundir.paths import RunDir
 from runner.system import clock
 
-# Where a command puts a run, and how it treats it: not settings that a run was started with.
+# Where a command puts a run and how it handles it: not settings that a run was started with.
 OF_COMMANDS = (
     "run.dir",
     "run.name",
@@ -32,7 +32,7 @@ OF_COMMANDS = (
 
 @dataclass(frozen=True)
 class Changes:
-    """What a command changes in the frozen config of a run.
+    """The changes that a command makes to the frozen config of a run.
 
     Attributes:
         job: the run with its new settings.
@@ -58,11 +58,14 @@ class Changes:
 
     @property
     def of_results(self) -> list[ConfigChange]:
-        """Those that make the run another one from here on, and that a command may make on purpose."""
+        """Return the changes that alter the results from here on, and that a command may make on purpose."""
         return [change for change in self.all if change.kind == "data" or self._is_edit(change)]
 
     def _is_edit(self, change: ConfigChange) -> bool:
-        """Whether a change is one of those that mark the run as edited: of a length only if something follows it."""
+        """Return whether a change marks the run as edited.
+
+        A change of the length does only if a schedule depends on it.
+        """
         if change.kind != "edit":
             return False
         if change.key not in LENGTH_KEYS:
@@ -71,7 +74,7 @@ class Changes:
         return bool(follows) and _length(self.frozen) != _length(self.job.plain)
 
     def check(self) -> None:
-        """Refuse what cannot be changed in an existing run.
+        """Refuse changes that are not allowed in an existing run.
 
         Raises:
             UserError: all such changes, one per line.
@@ -82,7 +85,7 @@ class Changes:
             if change.kind == "fixed":
                 what = "cannot be changed"
                 remedy = "keep the old value, or choose another run.dir"
-                if change.key.startswith(("optimizer", "scheduler.", "train.")):  # what a branch may change
+                if change.key.startswith(("optimizer", "scheduler.", "train.")):  # a branch may change these
                     remedy += f"; or branch off: `{PROGRAM} fork {shown(where)} --step N {change.key}=...`"
             elif change.kind == "data" and not self.job.config.run.allow_data_change:
                 what = "changes which data comes next"
@@ -104,7 +107,7 @@ class Changes:
         return kept + [ConfigChange(key.rstrip("."), *texts[where], "data") for key, where in sorted(whole.items())]
 
     def notes(self, step: int) -> list[str]:
-        """Return what the changes mean for a run at `step`, one line each."""
+        """Describe the effects of the changes on a run at `step`, one line each."""
         lines = [str(change) for change in self.all if change.kind not in ("free", "moved")]
         if any(change.key in LENGTH_KEYS for change in self.of_results):
             lines += _schedules(self.frozen, self.job.config, step)
@@ -114,7 +117,7 @@ class Changes:
         return lines
 
     def not_taken_over(self, ending: str) -> list[str]:
-        """Return a line for each setting that a live run does not take over, and how to end the run for those it may.
+        """Return a line for each setting that a live run does not adopt, and how to end the run for those it may.
 
         Args:
             ending: how to end it.
@@ -128,16 +131,16 @@ class Changes:
         return [*(f"{change} cannot be changed in a run: choose another run.dir" for change in fixed), *lines]
 
     def edit(self, step: int) -> dict[str, Any] | None:
-        """Return the record for code.json of a deliberate change at `step`; None if the results stay what they are."""
+        """Return the record for code.json of a deliberate change at `step`; None if the results stay the same."""
         if not self.of_results:
             return None
         changes = [str(change) for change in self.of_results]
         return {"step": step, "time": clock.wall(), "changes": changes, "before": identity(self.frozen)}
 
     def edited(self) -> tuple[str, bool] | None:
-        """Return what became of the run since a command like this one began it, and whether it has this length.
+        """Describe the edits of the run since a command like this one began it, and return whether it has this length.
 
-        None if its settings are those of the command, or the command never was the run's.
+        Return None if its settings are those of the command, or if it never had the command's settings.
 
         Raises:
             OSError: the records cannot be read.
@@ -171,7 +174,7 @@ def _length(plain: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _schedules(frozen: dict[str, Any], new: Config, step: int) -> list[str]:
-    """Say what another length does to the learning rate from `step` on."""
+    """Describe how another length changes the learning rate from `step` on."""
     old = trained(frozen)
     lines = []
     for key in length_readers(frozen):

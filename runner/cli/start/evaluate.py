@@ -1,4 +1,4 @@
-"""`runner evaluate RUN [--step N|best|last|all] [key=value ...]`: evaluate checkpoints of a run, finished or not."""
+"""Evaluate checkpoints of a run, finished or not: `runner evaluate RUN [--step N|best|last|all] [key=value ...]`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from runner.config.composition import Composed
 
 ATTEMPT = "runner.training.evaluate:attempt"
-# Settings of an evaluation: those that decide its results, and those that do not.
+# Settings of an evaluation that decide its results, and settings that do not.
 RESULTS = ("eval", "data.eval_sources", "data.collate")
 PLACE = ("launcher", "train.device", "run.threads", "data.cache_dir")
 SUBMISSION_WAIT_S = 120.0
 
 
 def parser() -> Parser:
-    """The arguments of the command."""
+    """Return the parser of the arguments."""
     made = Parser(
         prog=f"{PROGRAM} evaluate",
         usage=f"{PROGRAM} evaluate [-h] [--step STEP] [--submit] [--json] RUN [key=value ...]",
@@ -50,7 +50,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit status.
+    """Run the command and return its exit status.
 
     Raises:
         UserError: RUN is not a run directory, a setting is wrong, or there is no such checkpoint.
@@ -141,7 +141,7 @@ def _print_table(records: Sequence[dict[str, Any]]) -> None:
 
 
 def _submitting_launcher(submit: bool, overrides: Sequence[str], composed: Composed) -> Launcher | None:
-    """The launcher that submits the evaluation; None: it is made here.
+    """Return the launcher that submits the evaluation; None: the evaluation runs here.
 
     Raises:
         UserError: --submit, and the run's launcher runs runs here.
@@ -157,7 +157,7 @@ def _submitting_launcher(submit: bool, overrides: Sequence[str], composed: Compo
 
 
 def _submit(run: RunDir, request: Request, composed: Composed, launcher: Launcher) -> int:
-    """Submit the evaluation, unless its job is queued already or there is nothing to do.
+    """Submit the evaluation, unless its job is already queued or there is nothing to do.
 
     Raises:
         UserError: it cannot be submitted.
@@ -194,7 +194,7 @@ def _submit(run: RunDir, request: Request, composed: Composed, launcher: Launche
             wait_s=SUBMISSION_WAIT_S,
             within=run.path,
         ) as lease:
-            if is_queued():  # another shell has submitted it meanwhile
+            if is_queued():  # another shell has submitted it in between
                 return int(ExitStatus.FINISHED)
             request.write(directory, lease.guard)
             return launcher.launch([directory], ATTEMPT, [lease.guard])

@@ -1,4 +1,4 @@
-"""`runner fork RUN --step N [key=value ...]`: begin a branch of a run, from what that run was after N steps."""
+"""Begin a branch of a run from its state after N steps: `runner fork RUN --step N [key=value ...]`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ sweep may also name several trunks: python -m runner -m fork=A@700,B@700 seed=1,
 
 
 def parser() -> Parser:
-    """The arguments of the command."""
+    """Return the parser of the arguments."""
     made = Parser(
         prog=f"{PROGRAM} fork",
         usage=f"{PROGRAM} fork [-h] [-m] [--config-dir DIR] RUN --step N [key=value ...]",
@@ -33,7 +33,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit status.
+    """Run the command and return its exit status.
 
     Raises:
         UserError: RUN is not a run directory, a setting is wrong, or there is no such checkpoint.

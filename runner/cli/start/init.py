@@ -1,4 +1,4 @@
-"""`runner init DIR`: write a small, complete project to begin with."""
+"""Write a small, complete project to begin with: `runner init DIR`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from runner.system import files
 
 TEMPLATE = Path(__file__).with_name("project")
 NAME = "my_project"
-"""What stands for the name of the project in the template."""
+"""The placeholder for the name of the project in the template."""
 SUFFIX = ".template"
 TAKEN = ("tests", "conf", "outputs")
 
 
 def parser() -> Parser:
-    """Make the parser of the command's arguments."""
+    """Return the parser of the arguments."""
     made = Parser(
         prog=f"{PROGRAM} init",
         description="Writes a project that trains as it is: an experiment, a dataset, a model, a task, and a test that "
@@ -32,7 +32,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit status.
+    """Run the command and return its exit status.
 
     Raises:
         UserError: the directory is not empty, its name makes no package name, or it cannot be written.
@@ -62,12 +62,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _is_module(name: str) -> bool:
-    """Tell whether a package with this name would hide another one from every command in the project."""
+    """Return whether a package with this name would hide another one from every command in the project."""
     return name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None
 
 
 def _written(directory: Path, name: str) -> Iterator[tuple[Path, str]]:
-    """Yield each file of the project, and what it holds."""
+    """Yield each file of the project, with its content."""
     for folder, _, names in sorted(files.walk(TEMPLATE)):
         for file in sorted(names):
             if file.endswith(SUFFIX):

@@ -1,4 +1,4 @@
-"""What state each run of a command is in, and what is to be done about it. Only reads."""
+"""Plan what to do about each run of a command, from its state. Only reads."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from runner.rundir.trust import RECORDS, check_trusted, reading
 from runner.system import clock, files
 from runner.system.signals import STOP
 
-# How long a command waits for jobs that are releasing their nodes (saving, being killed, the node's cleanup).
+# How long to wait for jobs that are releasing their nodes (saving, being killed, the node's cleanup).
 ENDING_WAIT_S, ENDING_POLL_S = 180.0, 1.0
-MAX_REASON = 1000  # characters; all of our own messages are shorter
+MAX_REASON = 1000  # characters; all messages of this package are shorter
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a command and what is to be done about it."""
+    """One run of a command, and the plan for it."""
 
     job: Composed
     state: str  # new, unfinished, finished, edited, live, failed, withdrawn or unusable
     summary: str  # for the user
     notes: list[str] = field(default_factory=list)
-    """What this command changes in it, or what it cannot change while the run is live; one line each."""
+    """The changes that this command makes, or cannot make while the run is live; one line each."""
     refused: bool = False
-    """Whether the command asks for something else than what the run does."""
+    """Whether the command asks for something that the run does not do."""
 
     @property
     def starts(self) -> bool:
@@ -48,7 +48,7 @@ class PlannedRun:
 
 
 def plan_runs(jobs: Sequence[Composed], launcher: Launcher, single: bool) -> list[PlannedRun]:
-    """What to do about each job.
+    """Plan what to do about each job.
 
     Args:
         jobs: the runs of the command.
@@ -57,10 +57,12 @@ def plan_runs(jobs: Sequence[Composed], launcher: Launcher, single: bool) -> lis
 
     Raises:
         LockedError: the single run is live.
-        RunDirError: the only run cannot be used. One of several is planned as `unusable`, and hinders no other.
-        UserError: a config does not fit its run directory, or a scheduler that may have a job of a run is silent.
+        RunDirError: the only run cannot be used. One of several is planned as `unusable`, and does not affect the
+            others.
+        UserError: a config does not fit its run directory, or a scheduler that may have a job of a run does not
+            respond.
     """
-    # Nothing is asked about a finished run: its job may be ending for long, and the scheduler may be away.
+    # No scheduler is asked about a finished run: its job may take long to end, and the scheduler may be down.
     unfinished: list[RunDir] = []
     finished: dict[Path, State] = {}
     broken: dict[Path, RunDirError] = {}
@@ -69,7 +71,7 @@ def plan_runs(jobs: Sequence[Composed], launcher: Launcher, single: bool) -> lis
         run = RunDir(job.run_dir)
         try:
             with reading(run):
-                files.read_object(run.job)  # launchers read it as well, of all runs at once
+                files.read_object(run.job)  # launchers read it too, for all runs at once
                 first = look(run)
                 if _is_finished(first, job):
                     finished[run.path] = first
@@ -102,29 +104,29 @@ def plan_runs(jobs: Sequence[Composed], launcher: Launcher, single: bool) -> lis
 def plan_run(
     job: Composed, queued: JobInfo | None, retry_failed: bool, held: bool = False, state: State | None = None
 ) -> PlannedRun:
-    """What to do about one run.
+    """Plan what to do about one run.
 
     Args:
         job: the run.
         queued: its live job, if any.
         retry_failed: whether a run that has failed is started again.
         held: whether this command holds the lease of the run.
-        state: of a run that was found finished; None: look at it now.
+        state: of a run that was found finished; None: read it now.
 
     Raises:
-        RunDirError: the run would start, and its directory is not to be trusted; or it was to be resumed and is gone.
+        RunDirError: the run would start, and its directory is not trusted; or it was to be resumed and is gone.
         UserError: the config does not fit the run directory.
         OSError: the run directory cannot be read.
     """
     run = RunDir(job.run_dir)
     state, exists = state or look(run, queued), files.exists(run.config)
-    finished = _is_finished(state, job)  # then neither its job nor the process that made it matters any more
+    finished = _is_finished(state, job)  # if so, neither its job nor its process matters any more
     if queued is not None and not finished:
         return _live(job, f"{queued.state}, job {queued.job_id}", f"cancel job {queued.job_id}")
     if not held and not finished and state.holder:
         return _live(job, f"running, {state.holder}", "stop it")
     if not exists:
-        if job.resumed:  # `runner mv` or `rm` was faster; another run there, from step 0, is not what was asked for
+        if job.resumed:  # `runner mv` or `rm` was faster; the command does not ask for a new run there
             raise RunDirError(f"{shown(run.path)} was moved or removed meanwhile")
         _check_place(run, is_branch=job.config.fork.run is not None)
         check_trusted(run)
@@ -152,7 +154,7 @@ def plan_run(
 
 
 def _finished(finish: Finish, job: Composed) -> str:
-    """Say at which step a run has finished, and how to continue one that ended before its last step."""
+    """State at which step a run has finished, and how to continue a run that ended before its last step."""
     early = finish.early
     if early is None or finish.covers(job.config.known_steps, job.config.train.epochs):
         return f"finished, all {finish.steps} steps"
@@ -163,15 +165,15 @@ def _finished(finish: Finish, job: Composed) -> str:
 
 
 def _live(job: Composed, summary: str, ending: str) -> PlannedRun:
-    """A run that trains or is queued, which takes no settings over; `ending` says how to end it."""
-    if not files.exists(RunDir(job.run_dir).config):  # another command is about to freeze it
+    """Plan nothing for a run that trains or is queued. Its settings stay as they are; `ending` says how to stop it."""
+    if not files.exists(RunDir(job.run_dir).config):  # another command is about to freeze its config
         return PlannedRun(job, "live", summary)
     notes = Changes.of(job).not_taken_over(ending)
     return PlannedRun(job, "live", summary, notes, refused=bool(notes))
 
 
 def _resuming(state: State, job: Composed) -> str:
-    """What is done about an unfinished run, and because of what."""
+    """Explain why an unfinished run is resumed, in one line."""
     run, status, ended = state.run, state.status, state.attempts
     first, total = job.config.fork.step or 0, job.config.known_steps  # a branch starts with a checkpoint
     step, last = max(run.newest_step(), first), entry(state.newest, "step", int) or 0
@@ -201,10 +203,10 @@ def _one_line(reason: object) -> str:
 
 
 def _new(job: Composed) -> PlannedRun:
-    """A run that does not exist yet.
+    """Plan a run that does not exist yet.
 
     Raises:
-        UserError: it is a branch, and its trunk has no checkpoint for it, or is not to be trusted.
+        UserError: it is a branch, and its trunk has no checkpoint for it, or is not trusted.
     """
     trunk = _trunk_of(job)
     if trunk is None:
@@ -214,10 +216,10 @@ def _new(job: Composed) -> PlannedRun:
 
 
 def _trunk_of(job: Composed) -> RunDir | None:
-    """The trunk that a run without a checkpoint begins with; None if it is no branch.
+    """Return the trunk whose checkpoint a branch begins with; None if the run is not a branch.
 
     Raises:
-        UserError: the trunk has no checkpoint for it, or is not to be trusted.
+        UserError: the trunk has no checkpoint for it, or is not trusted.
     """
     fork = job.config.fork
     if fork.run is None or fork.step is None:
@@ -233,7 +235,7 @@ def _trunk_of(job: Composed) -> RunDir | None:
 
 
 def _is_finished(state: State, job: Composed) -> bool:
-    """Tell whether a run has a config, and is finished by that of `job`.
+    """Return whether a run has a config, and is finished by the config of `job`.
 
     Raises:
         OSError: the run directory cannot be read.
@@ -242,18 +244,18 @@ def _is_finished(state: State, job: Composed) -> bool:
 
 
 def unusable(path: Path, verb: str, error: OSError) -> str:
-    """One line for a run directory that cannot be `verb` (read or written)."""
+    """Return one line for a run directory that cannot be `verb` (read or written)."""
     reason = error.strerror or error
     return f"the run directory {path} cannot be {verb} ({reason}): fix that, or choose another with run.root or run.dir"
 
 
 def _queued(runs: Sequence[RunDir], launcher: Launcher) -> dict[Path, JobInfo]:
-    """The live job of each run that has one, after waiting for jobs that are ending.
+    """Return the live job of each run that has one, after waiting for jobs that are ending.
 
     A job that releases its node may be gone for good or about to be requeued.
 
     Raises:
-        UserError: a scheduler does not answer.
+        UserError: a scheduler does not respond.
     """
     deadline, reported = clock.monotonic() + ENDING_WAIT_S, False
     while True:
@@ -288,8 +290,8 @@ def _live_jobs(runs: Sequence[RunDir], launcher: Launcher) -> dict[Path, JobInfo
 def _check_place(run: RunDir, is_branch: bool) -> None:
     """Refuse a directory that holds runs, which a new run would hide, or records, which it would replace.
 
-    A command that was killed before it froze the config has left the leases, `code.json`, and of a branch the records
-    that it takes over from its trunk, if anything.
+    A command that was killed before it froze the config may have left the leases and `code.json`, and for a branch the
+    records of its trunk.
 
     Raises:
         UserError: there is a run in it, or a record.

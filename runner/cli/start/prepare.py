@@ -1,4 +1,4 @@
-"""`runner prepare`: tokenize and pack the documents of a config ahead of time, on one machine or many."""
+"""Tokenize and pack the documents of a config ahead of time, on one machine or many: `runner prepare`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.errors import ExitStatus, UserError
 
 
 def parser() -> Parser:
-    """Return the arguments of the command."""
+    """Return the parser of the arguments."""
     made = Parser(
         prog=f"{PROGRAM} prepare",
         description="Prepares the documents that a run with these settings trains and is evaluated on. Killed and "
@@ -27,7 +27,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return its exit status.
+    """Run the command and return its exit status.
 
     Raises:
         UserError: the config cannot be composed, has no documents, or a source cannot be prepared.

@@ -1,4 +1,4 @@
-"""Which existing run a new one is most like: a typo in a setting makes another run, and not the one that was meant."""
+"""Find the existing run most similar to a new one, because a typo in a setting starts a new run by mistake."""
 
 from __future__ import annotations
 
@@ -16,28 +16,33 @@ from runner.rundir.state import modified
 from runner.system import files
 
 MOST = 3
-"""Runs that differ in more settings are no relatives."""
+"""Runs that differ in more settings are not similar."""
 LOOKED_AT = 200
-"""So many runs beside the new one are looked at, the newest first: reading one takes a millisecond or two."""
+"""At most this many runs are read, the newest first: each takes a millisecond or two."""
 
 
 def nearest(job: Composed) -> str | None:
-    """Say from which run in the same directory a new one differs least, and in what; None if none is like it."""
+    """Name the run in the same directory that differs least from a new one, and the differences.
+
+    Return None if no run is similar.
+    """
 
     def others() -> Iterator[tuple[Path, dict[str, Any]]]:
         for path in _beside(job.run_dir):
-            with suppress(OSError, ValueError, LookupError, TypeError):  # whatever is in it, it is only a hint
+            with suppress(
+                OSError, ValueError, LookupError, TypeError
+            ):  # a malformed run is skipped: this is only a hint
                 yield path, identifying_values(read_plain(RunDir(path).config))
 
     return closest(identifying_values(job.plain), others())
 
 
 def closest(mine: Mapping[str, Any], others: Iterable[tuple[Path, Mapping[str, Any]]]) -> str | None:
-    """Say which of these differs least from what is new, and in what; None if none is like it.
+    """Name the directory that differs least from `mine`, and the differences; None if none is similar.
 
     Args:
         mine: dotted key -> value.
-        others: directories with theirs.
+        others: directories with their values.
     """
     found = []
     for path, other in others:
@@ -50,7 +55,7 @@ def closest(mine: Mapping[str, Any], others: Iterable[tuple[Path, Mapping[str, A
 
 
 def _beside(run_dir: Path) -> list[Path]:
-    """List the newest runs beside a directory, the newest first."""
+    """List the newest runs in the same directory, the newest first."""
     timed = []
     with suppress(OSError):
         for name in files.list_dir(run_dir.parent):

@@ -1,4 +1,4 @@
-"""`python -m runner resume RUN... [key=value ...]`: resume runs from their directories.
+"""Resume runs from their directories: `python -m runner resume RUN... [key=value ...]`.
 
 python -m runner resume outputs/text-seed0-c7d1eabb
 python -m runner resume outputs/*                        # a sweep
@@ -39,7 +39,7 @@ and the like may change; data and sampler with run.allow_data_change=true; the m
 
 
 def parser() -> Parser:
-    """The arguments of the command."""
+    """Return the parser of the arguments."""
     made = Parser(
         prog=f"{PROGRAM} resume",
         usage=f"{PROGRAM} resume [-h] [-n] [--config-dir DIR] RUN [RUN ...] [key=value ...]",
@@ -53,7 +53,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit status.
+    """Run the command and return its exit status.
 
     Raises:
         UserError: a RUN is not a run directory, or a config error; then nothing was started.
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     run_dirs = [Path(word) for word in dict.fromkeys(words)]
     if reports := [
         path for path in run_dirs if files.is_file(path)
-    ]:  # of `outputs/*`, what `runner report` has written
+    ]:  # `outputs/*` includes files that `runner report` has written
         run_dirs = [path for path in run_dirs if path not in reports]
         say(f"not run directories, left out: {', '.join(map(str, reports))}")
     if not run_dirs:
@@ -83,14 +83,14 @@ def main(arguments: Sequence[str]) -> int:
 def jobs(
     composer: Composer, run_dirs: Sequence[Path], overrides: Sequence[str]
 ) -> tuple[list[Composed], Sequence[str]]:
-    """The runs in `run_dirs` with `overrides` applied to their frozen configs, and why others cannot be used.
+    """Apply `overrides` to the frozen configs of the runs in `run_dirs`, and return why some of them cannot be used.
 
     Raises:
         UserError: the config errors of all runs, each once.
     """
     deleting = [text for text in overrides if text.startswith("~")]
     refuse(f"{text}: a value of an existing run cannot be deleted; set one" for text in deleting)
-    # The same command must work again, with the value in the frozen config already.
+    # The command must work again when the frozen config already has the value.
     texts = [re.sub(r"^\+(?=[^+=]*\.)", "++", text) for text in overrides]
     found: list[Composed] = []
     errors: dict[str, None] = {}
@@ -98,7 +98,7 @@ def jobs(
     for run_dir in run_dirs:
         try:
             with reading(RunDir(run_dir)):
-                check_trusted(RunDir(run_dir))  # before anything that its config names is looked up
+                check_trusted(RunDir(run_dir))  # before any name in its config is looked up
                 first = _overrides_before(run_dir)
             with _naming_directory(run_dir):
                 composed = composer.recompose(run_dir, texts)
@@ -108,7 +108,7 @@ def jobs(
         except UserError as error:
             errors |= dict.fromkeys(str(error).splitlines())
             continue
-        # code.json lists the overrides of the run's first command, then those that changed it; the last one holds.
+        # code.json lists the overrides of the run's first command, then those that changed it; the last one applies.
         before = [text for text in first if text not in overrides]
         found.append(replace(composed, overrides=(*before, *overrides)))
     refuse(errors)
@@ -117,7 +117,7 @@ def jobs(
 
 @contextmanager
 def _naming_directory(run_dir: Path) -> Iterator[None]:
-    """Add where a run was started to the error of a module that is not found."""
+    """Add the directory in which a run was started to the error of a module that is not found."""
     try:
         yield
     except UserError as error:
@@ -141,7 +141,7 @@ def _overrides_before(run_dir: Path) -> list[str]:
 
 
 def _not_a_run(path: Path) -> str | None:
-    """Why `path` is not a run directory, or None if it is one."""
+    """Return why `path` is not a run directory, or None if it is one."""
     if files.is_file(RunDir(path).config):
         return None
     if not files.is_dir(path):

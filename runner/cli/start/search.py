@@ -1,4 +1,4 @@
-"""A command that searches: what it means, its directory, its slots. What a slot does is in `runner.cli.start.slot`."""
+"""Start or continue a search: its plan, its directory, its slots. The work of a slot is in `runner.cli.start.slot`."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ from runner.system.signals import STOP
 
 ATTEMPT = "runner.cli.start.slot:slot"
 MOST_CHECKED = 1000
-"""Points that are composed before anything starts."""
+"""The maximum number of points that are composed before anything starts."""
 RUNGS = 3
-"""How many there are unless search.rungs says so."""
+"""The number of rungs if search.rungs is not set."""
 NEWS_S = 0.5
 SHOWN_POINTS = 20
 SUBMISSION_WAIT_S = 120.0
 SIGNALLED = 128
-"""From this exit status on a process was ended by a signal."""
+"""Exit statuses from this one on mean that a signal ended the process."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a command asks for.
+    """The search that a command asks for.
 
     Attributes:
         first: the run of the first trial.
@@ -72,10 +72,10 @@ class Plan:
 
 
 def start_search(composer: TrialComposer, overrides: Sequence[str], dry_run: bool) -> int:
-    """Begin or continue the search that a command describes; the exit status.
+    """Begin or continue the search that a command describes, and return the exit status.
 
     Raises:
-        UserError: the config, the space or an option of the search is wrong, or does not fit the search that is there.
+        UserError: the config, the space or an option of the search is wrong, or does not fit the existing search.
     """
     plan = plan_search(composer, overrides)
     launcher = common_launcher([plan.first])
@@ -112,7 +112,7 @@ def start_search(composer: TrialComposer, overrides: Sequence[str], dry_run: boo
         return launcher.follow([slot.path for slot in search.slots()]) if launcher.wait else status
     if not launcher.in_process or status == ExitStatus.INTERRUPTED:
         return status
-    ended = _end(plan)  # although a slot was killed, say
+    ended = _end(plan)  # although a slot was killed, for example
     return status if ended == ExitStatus.INTERRUPTED and status else ended
 
 
@@ -120,7 +120,7 @@ def start_search(composer: TrialComposer, overrides: Sequence[str], dry_run: boo
 
 
 def plan_search(composer: TrialComposer, overrides: Sequence[str]) -> Plan:
-    """Return what a command asks for, checked; nothing is written.
+    """Plan and check the search that a command asks for. Write nothing.
 
     Raises:
         UserError: the config, the space or an option of the search is wrong.
@@ -175,7 +175,7 @@ def _space_errors(options: SearchConfig, dimensions: Sequence[Dimension]) -> Ite
 def _with_length(
     composer: TrialComposer, options: SearchConfig, fixed: Sequence[str], dimensions: Sequence[Dimension]
 ) -> tuple[list[str], Rungs]:
-    """Return the overrides with the length of a run, and the steps of the rungs; None: its end.
+    """Return the overrides with the length of a run, and the steps of the rungs; None: the end of the run.
 
     Raises:
         UserError: the rungs do not fit the length.
@@ -186,7 +186,9 @@ def _with_length(
     assert options.kind is not None
     if rungs:
         given = [key for text in fixed if (key := text.lstrip("+").partition("=")[0]) in (*LENGTH_KEYS, "search.rungs")]
-        if (steps is None and epochs is None) or given == ["search.rungs"]:  # what is typed is more than a file
+        if (steps is None and epochs is None) or given == [
+            "search.rungs"
+        ]:  # a typed setting takes precedence over a file
             return [*fixed, f"train.steps={rungs[-1]}", *(["train.epochs=null"] if epochs else [])], tuple(rungs)
         if steps is not None and rungs[-1] > steps:
             raise UserError(
@@ -229,7 +231,7 @@ def _metric_errors(options: SearchConfig, first: Composed) -> Iterator[str]:
 
 
 def _name(rules: Rules, frozen: dict[str, Any], first: Composed, shared: Sequence[dict[str, Any]]) -> str:
-    """Name the directory of a search by what identifies it."""
+    """Name the directory of a search by the values that identify it."""
     digest = digest_of([rules.to_json(), *shared])
     title = first.plain["run"]["name"] or next(iter(frozen["templates"].values()))["title"]
     varied = [each.key.rpartition(".")[2].lstrip("+") for each in rules.space.dimensions]
@@ -238,7 +240,11 @@ def _name(rules: Rules, frozen: dict[str, Any], first: Composed, shared: Sequenc
 
 
 def _shared(rules: Rules, values: Mapping[str, Any], rungs: Rungs) -> dict[str, Any]:
-    """Return what identifies the trials of a search, and their results, and is the same in all: dotted key -> value."""
+    """Return the values that identify the trials of a search and their results, and are the same in all trials.
+
+    Returns:
+        Dotted key -> value.
+    """
     plain = json.loads(json.dumps(values, default=str))
     results = result_values(plain)
     if not rules.algorithm.pauses:
@@ -256,7 +262,7 @@ def _shared(rules: Rules, values: Mapping[str, Any], rungs: Rungs) -> dict[str, 
 
 
 def nearest(plan: Plan) -> str | None:
-    """Say from which search beside a new one it differs least: an edited file or a typo makes another search."""
+    """Name the search in the same directory that differs least from a new one, because a typo begins a new search."""
 
     def settings(record: Record, rungs: Rungs) -> dict[str, Any]:
         template = next(iter(record.config["templates"].values()))
@@ -278,10 +284,10 @@ def nearest(plan: Plan) -> str | None:
 
 
 def _check_change(plan: Plan, before: Record, journal: Journal) -> None:
-    """Refuse a change of what decides in a search that has begun.
+    """Refuse to change the rules of a search that has begun.
 
     Raises:
-        UserError: naming what cannot change, with the remedy.
+        UserError: naming the settings that cannot change, with the remedy.
     """
     if not journal.entries:
         return
@@ -341,7 +347,7 @@ def _show_points(plan: Plan) -> None:
 
 
 def _begin(plan: Plan, mine: Turn, retry: bool) -> None:
-    """Write what the command asks for into the directory of the search."""
+    """Write the plan of the command into the directory of the search."""
     search, journal = plan.search, mine.journal
     if journal.entries:
         _check_change(plan, Record.read(search), journal)  # another command may have been faster
@@ -359,7 +365,7 @@ def _begin(plan: Plan, mine: Turn, retry: bool) -> None:
 
 
 def _start_slots(plan: Plan, launcher: Launcher) -> int:
-    """Start the slots that are not at work already; the exit status."""
+    """Start the slots that are not running, and return the exit status."""
     search = plan.search
     journal = read_journal(search, plan.record.rules.repeats)
     work = (plan.trials - len(journal.trials) + len(journal.outstanding)) * journal.repeats
@@ -387,7 +393,7 @@ def _start_slots(plan: Plan, launcher: Launcher) -> int:
         if STOP:
             tell(f"interrupted ({STOP.name}): nothing was started")
             return int(ExitStatus.INTERRUPTED)
-        STOP.uninstall()  # from here on a signal is meant for the slots
+        STOP.uninstall()  # from here on signals go to the slots
         if not launcher.in_process:
             return launcher.launch(run_dirs, ATTEMPT, guards)
         with _news(plan):
@@ -395,7 +401,10 @@ def _start_slots(plan: Plan, launcher: Launcher) -> int:
 
 
 def launch_here(plan: Plan, launcher: Launcher, run_dirs: list[Path]) -> int:
-    """Run slots on this machine; again after the last one was killed, as long as results come in; the exit status."""
+    """Run slots on this machine and return the exit status.
+
+    Start them again after the last one was killed, as long as results arrive.
+    """
     while True:
         before = read_journal(plan.search, plan.record.rules.repeats)
         status = launcher.launch(run_dirs, ATTEMPT, [])
@@ -408,7 +417,7 @@ def launch_here(plan: Plan, launcher: Launcher, run_dirs: list[Path]) -> int:
 
 
 def _submitting(plan: Plan, slots: Sequence[RunDir], held: ExitStack) -> Iterator[files.Guard]:
-    """Be the only command that starts these slots; yield the right to write to each."""
+    """Acquire the exclusive right to start these slots, and yield the right to write to each."""
     heart = held.enter_context(Heart())
     for slot in slots:
         lease = Lease.acquire(
@@ -427,7 +436,7 @@ def _submitting(plan: Plan, slots: Sequence[RunDir], held: ExitStack) -> Iterato
 
 @contextmanager
 def _news(plan: Plan) -> Iterator[None]:
-    """Print what the slots decide and what comes of it, until the end of the block."""
+    """Print the decisions of the slots and their results, until the end of the block."""
     over = threading.Event()
     seen = len(read_journal(plan.search, plan.record.rules.repeats).entries)
 
@@ -455,7 +464,7 @@ def _news(plan: Plan) -> Iterator[None]:
 
 
 def _end(plan: Plan) -> int:
-    """Print the table of a search; the exit status."""
+    """Print the table of a search and return the exit status."""
     rules = plan.record.rules
     journal = read_journal(plan.search, rules.repeats)
     over = decide(rules, journal).what == DONE

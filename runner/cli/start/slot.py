@@ -1,12 +1,12 @@
-"""A slot of a search: it trains one trial after the other, as the journal of the search has it.
+"""Run a slot of a search: it trains one trial after the other, as recorded in the journal of the search.
 
-    decide     under the lease of the search: what was left behind, a promotion, a new trial, or nothing
+    decide     under the lease of the search: an abandoned task, a promotion, a new trial, or nothing
     prepare    compose and freeze the run of the trial
     train      an attempt in a process of its own, to the step of the rung
     record     the result, from the records of the run
 
-A slot that is killed leaves a claim in the journal without a result. Whoever decides next takes that up, once the lease
-of the slot shows that it is over.
+A slot that is killed leaves a claim in the journal without a result. The next slot that decides takes it over, once the
+lease of the killed slot shows that it has ended.
 """
 
 from __future__ import annotations
@@ -65,21 +65,21 @@ from runner.system.terminal import flush_output, outlive_terminal
 from runner.training.job import LocalJob
 
 POLL_S, WAIT_S, SHOW_S = 0.05, 0.5, 2.0
-"""Pauses between two looks at the process that trains, at a journal that has nothing to do, and between two updates of
-the slot's status."""
+"""Pauses between checks of the training process, between checks of a journal without tasks, and between updates of the
+slot's status."""
 LOOK_S = 15.0
-"""After which a slot looks again whether others are still there."""
+"""How often a slot checks whether other slots are alive."""
 BUSY_S = 2.0
-"""After a look at a run that somebody else trains."""
+"""The pause after finding a run that another process trains."""
 TRIES, RETRY_S = 60, 2.0
-"""How often and how long a slot insists where the disk or the lease of the search refuses."""
+"""The number of tries, and the pause between them, if the disk or the lease of the search refuses."""
 TRIES_AT_END = 5
-"""Likewise once it has been asked to stop."""
+"""The number of tries once the slot has been asked to stop."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a slot is to train: one repeat of a trial, up to a rung."""
+    """The task of a slot: train one repeat of a trial up to a rung."""
 
     trial: int
     repeat: int
@@ -87,20 +87,20 @@ class Task:
     step: int | None  # None: to the end of the run
     last: bool
     values: dict[str, str]
-    run: str | None  # if the journal has it
-    retried: bool = False  # somebody has asked for it after it was withdrawn
+    run: str | None  # if the journal records it
+    retried: bool = False  # a user has requested it after it was withdrawn
 
     @property
     def title(self) -> str:
-        """Say what is trained."""
+        """Describe the task."""
         return f"trial {self.trial}, to {'its end' if self.step is None else f'step {self.step}'}"
 
 
 def slot(slot_dir: Path, job: Job | None = None) -> int:
-    """Train trials until the search is over or this process is asked to stop; the exit status.
+    """Train trials until the search is over or this process is asked to stop, and return the exit status.
 
     Args:
-        slot_dir: of the slot, in the directory of the search.
+        slot_dir: the directory of the slot, in the directory of the search.
         job: the job that this process runs in.
     """
     STOP.install()
@@ -142,7 +142,7 @@ class Slot:
     job: Job
     lease: Lease
     gone: set[Claim] = field(default_factory=set)
-    """Claims of slots on other machines that have shown no sign of life for long."""
+    """Claims of slots on other machines whose heartbeats have stopped."""
 
     def __post_init__(self) -> None:
         self.number = self.search.number_of(self.here)
@@ -151,7 +151,7 @@ class Slot:
 
     @cached_property
     def _cause(self) -> str:
-        """Why this slot was asked to stop."""
+        """Return why this slot was asked to stop."""
         return self.job.cause(STOP.signum or 0)
 
     @cached_property
@@ -159,7 +159,7 @@ class Slot:
         return TrialComposer()
 
     def work(self) -> ExitStatus:
-        """Train one trial after the other; how that ended."""
+        """Train one trial after the other, and return how that ended."""
         self._show("running", "waiting")
         with suppress(OSError):
             for change in provenance.code_changes(self.search.path):
@@ -180,7 +180,7 @@ class Slot:
         return ExitStatus.INTERRUPTED
 
     def _wait(self) -> None:
-        """Return once the journal has changed, or after a while: a slot may have died without a word."""
+        """Wait until the journal has changed, at most `LOOK_S`, because a slot may have died without an entry."""
         before, until = modified(self.search.journal), clock.monotonic() + LOOK_S
         while not STOP and clock.monotonic() < until and modified(self.search.journal) == before:
             clock.sleep(WAIT_S)
@@ -188,10 +188,10 @@ class Slot:
     # Decide
 
     def _turn(self, do: Callable[[Turn], Task | str | None]) -> Task | str | None:
-        """Do something under the lease of the search, again where others or the disk come in between.
+        """Call `do` under the lease of the search, and retry if other processes or the disk prevent that.
 
         Raises:
-            UserError: it does not work, again and again.
+            UserError: it failed too often.
             OSError: likewise.
         """
         tries = 0
@@ -208,14 +208,14 @@ class Slot:
                 clock.sleep(RETRY_S)
 
     def _next(self) -> Task | str | None:
-        """Decide what to train; a text: nothing for now; None: nothing any more."""
+        """Return the next task; a text if there is nothing to train for now; None if there never will be."""
         self._look_at_others()
         return self._turn(self._decide)
 
     def _decide(self, mine: Turn) -> Task | str | None:
         journal, self.record = mine.journal, Record.read(self.search)  # a command may have added a rung
         if not journal.entries:
-            return None  # its command was killed, and is to be given again
+            return None  # its command was killed and must be rerun
         claim = {"repeat": 0, "slot": self.number, "fence": self.lease.fence}
         if (left := self._left(journal)) is not None:
             trial, repeat = left
@@ -239,15 +239,15 @@ class Slot:
         return self._task(journal, journal.trials[decision.trial], 0)
 
     def _is_needed(self, journal: Journal) -> bool:
-        """Whether what others train may give this slot something to do.
+        """Return whether the tasks of other slots may lead to a task for this slot.
 
-        A result lets one trial go on, which its slot can train. On this machine a slot that waits costs nothing.
+        A result lets one trial continue, which its slot can train. On this machine a waiting slot costs nothing.
         """
         claims = sum(len(trial.claims) for trial in journal.outstanding)
         return not self.job.auto_restarts or len(journal.outstanding) * journal.repeats > claims
 
     def _left(self, journal: Journal) -> tuple[Trial, int] | None:
-        """Return a repeat of a trial that lacks a result and that nobody trains."""
+        """Return a repeat of a trial that lacks a result and that no slot trains."""
         for trial in journal.outstanding:
             for repeat in trial.lacks(journal.repeats):
                 if self._is_free(trial.claims.get(repeat)):
@@ -255,7 +255,7 @@ class Slot:
         return None
 
     def _is_free(self, claim: Claim | None) -> bool:
-        if claim is None or claim.slot == self.number:  # of this number there is one slot at a time
+        if claim is None or claim.slot == self.number:  # there is one slot with this number at a time
             return True
         try:
             fence, holder = read_holder(self.search.slot(claim.slot).lease) or (claim.fence + 1, {})
@@ -265,10 +265,10 @@ class Slot:
             return False
 
     def _look_at_others(self) -> None:
-        """Watch the slots of whom only their heartbeats tell whether they are alive, now and then."""
+        """Check from time to time the slots whose heartbeats alone show whether they are alive."""
         if clock.monotonic() - self._looked < LOOK_S:
             return
-        watcher = LeaseWatcher(self.record.lease_timeout_s)  # a new one: what was seen long ago proves nothing
+        watcher = LeaseWatcher(self.record.lease_timeout_s)  # a new one, because old observations prove nothing
         with suppress(OSError, RunDirError):
             journal = read_journal(self.search, self.record.rules.repeats)
             claims = {claim for trial in journal.outstanding for claim in trial.claims.values()} - self.gone
@@ -287,7 +287,7 @@ class Slot:
     # Prepare, train, record
 
     def _do(self, task: Task) -> None:
-        """Train what a task asks for, and record what came of it."""
+        """Train the run of a task, and record the outcome."""
         try:
             run = self.prepared(task)
         except (LockedError, StoppedError, SupersededError):
@@ -315,7 +315,7 @@ class Slot:
         """Compose and freeze the run of a task.
 
         Raises:
-            LockedError: somebody else trains it.
+            LockedError: another process trains it.
             UserError: it cannot be trained.
         """
         where, search = Path(self.record.directory), self.search.path.name
@@ -331,12 +331,12 @@ class Slot:
         return RunDir(job.run_dir)
 
     def _recorded(self, task: Task, run: RunDir, ended: bool = False) -> bool:
-        """Record the result of a task if the run has it; whether it has.
+        """Record the result of a task if the run has it, and return whether it has.
 
         Args:
-            task: what was to be trained.
+            task: the task.
             run: its run.
-            ended: whether an attempt has just ended as asked for, perhaps before the rung: the run is no longer.
+            ended: whether an attempt has just ended as planned, perhaps before the rung, because the run is shorter.
         """
         finish, step = Finish.of(run), task.step
         if ended and finish.steps and (step is None or (finish.steps < step and finish.early is not None)):
@@ -350,7 +350,7 @@ class Slot:
         return True
 
     def trained(self, task: Task, run: RunDir) -> int:
-        """Make an attempt in a process of its own; its exit status."""
+        """Make an attempt in a process of its own, and return its exit status."""
         command = [sys.executable, "-m", "runner.training.attempt", str(run.path)]
         command.append(f"--metric={self.record.rules.metric}")
         command += [] if task.step is None else [f"--step={task.step}"]
@@ -358,7 +358,7 @@ class Slot:
         with files.owned():
             files.make_dirs_in(run.path, run.logs)
         with files.open_append(run.local_log) as output, signals.blocked():
-            # A session of its own: a Ctrl-C at the terminal reaches it through this process alone, once.
+            # In its own session, so that Ctrl-C at the terminal reaches it only once, through this process.
             process = processes.start(
                 command,
                 env=processes.bound(processes.environment),
@@ -372,7 +372,7 @@ class Slot:
             if STOP and not told:
                 process.send_signal(STOP.signum or 0)
                 told = True
-                if self._cause == "cancelled":  # now: there may be no time for it after the save
+                if self._cause == "cancelled":  # now, because there may be no time after the save
                     self._append(WITHDRAWN, task)
             if clock.monotonic() - shown >= SHOW_S:
                 shown = clock.monotonic()
@@ -381,7 +381,7 @@ class Slot:
         return int(status)
 
     def _judge(self, task: Task, run: RunDir, status: int, attempts: int) -> None:
-        """Record what an attempt has given."""
+        """Record the outcome of an attempt."""
         ended = ended_attempts(run)[attempts:]
         cause, reason = (ended[-1]["cause"], ended[-1].get("reason")) if ended else (None, None)
         if status == ExitStatus.FINISHED:
@@ -392,7 +392,7 @@ class Slot:
                 self._failed(task, run, how="metric", reason=lacks)
         elif cause == DIVERGED:
             self._append(RESULT, task, rung=task.rung, step=ended[-1].get("end_step") or 0, value=None)
-        elif cause == UNSAVED:  # no trial can be saved at the moment: the next command goes on with this one
+        elif cause == UNSAVED:  # no trial can be saved now: the next command resumes this one
             raise FileError(f"{run.path}: {reason}")
         elif status == ExitStatus.INTERRUPTED:
             if look(run).word == "withdrawn":
@@ -415,7 +415,7 @@ class Slot:
         def do(mine: Turn) -> None:
             trial = mine.journal.trials[task.trial]
             if entry in (RESULT, FAILED) and (task.repeat, task.rung) in trial.results:
-                return  # another slot took it up, and was faster
+                return  # another slot took it over and was faster
             mine.append(entry, trial=task.trial, repeat=task.repeat, **values)
 
         self._turn(do)
@@ -426,7 +426,7 @@ class Slot:
             clock.sleep(POLL_S)
 
     def _show(self, state: str, doing: str, run: RunDir | None = None) -> None:
-        """Bring the status of the slot up to date; the next one comes soon, if the disk refuses."""
+        """Update the status of the slot. Errors of the disk are ignored, because the next update follows soon."""
         status = {}
         with suppress(OSError):
             found = files.read_object(run.status) if run else {}
@@ -437,7 +437,7 @@ class Slot:
 
 
 def check_results(job: Composed, metric: str) -> None:
-    """Refuse a run that somebody has trained with other evaluations, or another end: its results cannot be compared.
+    """Refuse a run trained with other evaluations or another end, because its results cannot be compared.
 
     Raises:
         UserError: naming the settings.
@@ -456,7 +456,7 @@ def check_results(job: Composed, metric: str) -> None:
 
 
 def _reached(run: RunDir) -> int:
-    """Return the last step whose state was saved, also if the checkpoint was removed since."""
+    """Return the last step whose state was saved, even if the checkpoint has been removed."""
     saved = [int(line.get("end_step") or 0) for line in ended_attempts(run) if line["cause"] in (PAUSED, "finished")]
     return max(run.newest_step(), *saved, 0)
 
@@ -466,7 +466,7 @@ def _finite(value: float) -> float | None:
 
 
 def main(arguments: list[str]) -> int:
-    """`python -m runner.cli.start.slot DIR`."""
+    """Run `python -m runner.cli.start.slot DIR`."""
     STOP.quiet = processes.end_with_parent()
     outlive_terminal()
     status = slot(Path(arguments[0]))

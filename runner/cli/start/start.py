@@ -1,7 +1,6 @@
-"""From a command to runs that are under way: which runs it means, freezing their configs, launching them.
+"""Start the runs of a command: plan them, freeze their configs, launch them.
 
-Nothing is written before every job of the command has been composed, checked and compared with what is in its run
-directory.
+Nothing is written before every job of the command has been composed, checked and compared with its run directory.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ from runner.training.job import LocalJob
 ATTEMPT = "runner.training.attempt:attempt"
 # How long the other ranks wait for rank 0 to freeze the config of this launch.
 RANK_TIMEOUT_S, RANK_POLL_S = 120.0, 0.05
-# How long a command waits for another one that submits the same runs.
+# How long to wait for another command that submits the same runs.
 SUBMISSION_WAIT_S = 120.0
-# What a dry run shows the model of.
+# A dry run shows one model for each combination of these sections, at most so many.
 DECIDES_MODEL, MOST_MODELS = ("model", "optimizer", "optimizers", "strategy", "train"), 8
 
 
 def start(arguments: Sequence[str]) -> int:
-    """Start, resume or skip the runs that the overrides describe; the exit status."""
+    """Start, resume or skip the runs that the overrides describe, and return the exit status."""
     options = parse(arguments)
     composer = Composer(dirs(options), options.config_name)
     if options.multirun and _may_search(options, composer):
@@ -72,16 +71,16 @@ def start(arguments: Sequence[str]) -> int:
 
 
 def _may_search(options: argparse.Namespace, composer: Composer) -> bool:
-    """Whether the options of a command may choose a search, so that this is looked at."""
+    """Return whether the options of a command may choose a search, which has to be checked then."""
     named = [text.lstrip("+") for text in options.overrides]
     return composer.tree.config_name != CONFIG_NAME or any(text.startswith(("search", "experiment=")) for text in named)
 
 
 def freeze_run(job: Composed) -> None:
-    """Freeze the config of a run that this command trains in another process, unless it is as it should be.
+    """Freeze the config of a run that this command trains in another process, unless it is already frozen.
 
     Raises:
-        LockedError: somebody else trains it, or submits it.
+        LockedError: another process trains or submits it.
         UserError: it cannot be used, or had other settings.
     """
     planned = plan_run(job, None, retry_failed=True)
@@ -100,14 +99,14 @@ def freeze_run(job: Composed) -> None:
 
 
 def start_runs(jobs: Sequence[Composed], dry_run: bool = False) -> int:
-    """Start, resume or skip `jobs`, as the state of each run requires; the exit status.
+    """Start, resume or skip `jobs`, as the state of each run requires, and return the exit status.
 
     Args:
         jobs: the runs of the command.
-        dry_run: only print what would be done about each.
+        dry_run: only print the plan for each.
 
     Raises:
-        UserError: something keeps one of them from starting; then none was started and nothing was written.
+        UserError: one of them cannot start; then none was started and nothing was written.
     """
     launcher = common_launcher(jobs)
     dry_run = dry_run or launcher.dry_run
@@ -118,7 +117,7 @@ def start_runs(jobs: Sequence[Composed], dry_run: bool = False) -> int:
         return _follow_rank_0(jobs[0])
     single = len(jobs) == 1 and launcher.in_process
     planned = plan_runs(jobs, launcher, single)
-    # After the look at the runs: what is finished or queued already needs neither a scheduler nor this machine.
+    # After planning: finished and queued runs need neither a scheduler nor this machine.
     starting = [run.job.run_dir for run in planned if run.starts]
     refuse(launcher.check(starting) if starting else [])
     is_new = len(planned) == 1 and planned[0].state == "new" and planned[0].job.config.fork.run is None
@@ -148,7 +147,7 @@ def _warn_of_idle_ranks(planned: Sequence[PlannedRun], launcher: Launcher) -> No
 
 
 def _warn_without_effect(jobs: Sequence[Composed]) -> None:
-    """Name the settings that change nothing, and jobs that will give the same results as another one."""
+    """Warn of settings that have no effect, and of jobs that will give the same results as another one."""
     lines = [line for job in jobs for line in (*without_effect(job.config), *_reversed(job.config))]
     named = [(" ".join(job.overrides) or job.run_dir.name, job.config, job.plain) for job in jobs]
     for line in dict.fromkeys([*lines, *same_results(named)]):
@@ -156,7 +155,7 @@ def _warn_without_effect(jobs: Sequence[Composed]) -> None:
 
 
 def _reversed(config: Config) -> Iterator[str]:
-    """Yield a warning for each metric whose lowest value is taken as the best though its name says otherwise."""
+    """Yield a warning for each metric whose lowest value is taken as the best although its name suggests otherwise."""
     best, stops = config.checkpoint.best, config.early_stopping
     if config.checkpoint.keep_best:
         yield from against_its_name("checkpoint.best", best.metric, best.mode)
@@ -164,7 +163,10 @@ def _reversed(config: Config) -> Iterator[str]:
 
 
 def _warn_of_missing_data(jobs: Sequence[Composed]) -> None:
-    """Name files of the sources that this machine does not have: those of the jobs may, or all jobs will fail."""
+    """Warn of source files that are missing on this machine.
+
+    If the jobs' machines lack them too, all jobs will fail.
+    """
     missing: dict[str, None] = {}
     for job in jobs:
         sources = {f"data.{group}": job.plain["data"][group] for group in ("sources", "eval_sources")}
@@ -177,13 +179,13 @@ def _warn_of_missing_data(jobs: Sequence[Composed]) -> None:
 
 
 def run_here(planned: PlannedRun) -> int:
-    """Make an attempt at a run in this process; its exit status.
+    """Make an attempt of a run in this process, and return its exit status.
 
-    The run is looked at once more under its lease, since another command may have changed it meanwhile.
+    The run is checked again under its lease, because another command may have changed it.
 
     Raises:
         LockedError: another process holds the lease.
-        StoppedError: a signal came while it was not known whether another one does.
+        StoppedError: a signal came while it was not known whether another process does.
         UserError: the run directory cannot be used, or the config does not fit it.
     """
     job, run = planned.job, RunDir(planned.job.run_dir)
@@ -204,7 +206,7 @@ def run_here(planned: PlannedRun) -> int:
 
 
 def _make(run_dir: Path) -> None:
-    """Create the directory of a new run, which may be there already.
+    """Create the directory of a new run, which may already exist.
 
     Raises:
         UserError: the file system refuses.
@@ -216,14 +218,14 @@ def _make(run_dir: Path) -> None:
 
 
 def _run_under(lease: Lease, before: PlannedRun) -> int:
-    """`run_here` once this process holds the lease of the run, which was seen `before`."""
+    """Continue `run_here` with the lease of the run, which was planned as `before`."""
     job, run = before.job, RunDir(before.job.run_dir)
     try:
         planned = plan_run(job, None, retry_failed=True, held=True)
     except OSError as error:
         raise UserError(unusable(run.path, "read", error)) from None
     _refuse_gone([before], [planned])
-    lease.check_fence()  # after the look: what it found may be a newer attempt's
+    lease.check_fence()  # after planning, which may have read a newer attempt's records
     if planned.notes or not planned.starts:
         _show([planned])
     if not planned.starts:
@@ -237,7 +239,7 @@ def _run_under(lease: Lease, before: PlannedRun) -> int:
 
 
 def _refuse_gone(before: Sequence[PlannedRun], now: Sequence[PlannedRun]) -> None:
-    """Refuse to begin a run anew that was there when this command looked first.
+    """Refuse to begin a run anew that existed when this command first planned it.
 
     Raises:
         UserError: `runner mv` or `rm` was faster.
@@ -247,10 +249,10 @@ def _refuse_gone(before: Sequence[PlannedRun], now: Sequence[PlannedRun]) -> Non
 
 
 def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) -> int:
-    """Start what is to be started in other processes, and follow it if the launcher is set to wait; the exit status.
+    """Start the planned runs in other processes, follow them if the launcher waits, and return the exit status.
 
     Args:
-        planned: what to do about each run.
+        planned: the plan for each run.
         launcher: of all of them.
         single: it is one run on this machine.
     """
@@ -262,7 +264,7 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
             _make(job.run_dir)
         with ExitStack() as held:
             held.enter_context(_submitting(jobs, guards))
-            # Another shell may have submitted them while this one waited.
+            # Another shell may have submitted them while this command waited.
             again = {run.job.run_dir: run for run in plan_runs(jobs, launcher, single)}
             before, planned = planned, [again.get(run.job.run_dir, run) for run in planned]
             _refuse_gone(before, planned)
@@ -270,7 +272,7 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
             jobs = [run.job for run in planned if run.starts]
             _freeze(jobs, guards)
             if launcher.in_process:
-                held.close()  # it takes until the runs are over, and each of them acquires its own lease
+                held.close()  # `launch` may last until the runs are over, and each run acquires its lease
             started = int(ExitStatus.FINISHED)
             started = _launch(launcher, [job.run_dir for job in jobs], guards)
     finally:
@@ -281,16 +283,16 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
 
 
 def _missing_dirs(folders: Iterable[Path]) -> set[Path]:
-    """Which of these directories, and of those above them, are not there."""
+    """Return which of these directories and their parents do not exist."""
     return {each for folder in folders for each in (folder, *folder.parents) if not files.exists(each)}
 
 
 def _discard(jobs: Iterable[Composed], missing: set[Path], attempts: int = 0) -> None:
-    """Remove the directories of new runs that were refused, unless something has come of them.
+    """Remove the directories of new runs that were refused, unless they have been used since.
 
     Args:
-        jobs: the runs, none of whose leases this command holds any more.
-        missing: the directories that were not there before this command.
+        jobs: the runs; this command holds none of their leases any more.
+        missing: the directories that did not exist before this command.
         attempts: how often it has held the lease of each, to train it.
     """
     for job in jobs:
@@ -299,11 +301,11 @@ def _discard(jobs: Iterable[Composed], missing: set[Path], attempts: int = 0) ->
             continue
         try:
             with custody(RunDir(job.run_dir)) as held:
-                others = held.lease.fence > attempts + 1  # that of `custody` is one
+                others = held.lease.fence > attempts + 1  # `custody` adds one
                 if others or files.exists(held.run.job) or max(last_step(held.run), held.run.newest_step()) > begin:
                     continue
                 aside = remove(held)
-        except (OSError, UserError):  # it is used by somebody else, or the disk does not tell
+        except (OSError, UserError):  # another process uses it, or the disk cannot be read
             continue
         try:
             remove_rest(aside)
@@ -316,7 +318,7 @@ def _discard(jobs: Iterable[Composed], missing: set[Path], attempts: int = 0) ->
 
 @contextmanager
 def _submitting(jobs: Sequence[Composed], guards: dict[Path, files.Guard]) -> Iterator[None]:
-    """Be the only command that freezes and submits these runs, until their job ids are recorded.
+    """Acquire the exclusive right to freeze and submit these runs, until their job ids are recorded.
 
     Args:
         jobs: the runs.
@@ -347,7 +349,7 @@ def _submitting(jobs: Sequence[Composed], guards: dict[Path, files.Guard]) -> It
 
 
 def _show(planned: Sequence[PlannedRun]) -> None:
-    """Print what is done about each run."""
+    """Print the plan for each run."""
     for run in planned:
         say(f"{shown(run.job.run_dir)}: {run.summary}")
         for note in run.notes if run.starts or run.state == "live" else []:
@@ -355,21 +357,21 @@ def _show(planned: Sequence[PlannedRun]) -> None:
 
 
 def _status(planned: Sequence[PlannedRun]) -> int:
-    """The exit status if everything that is to be started is."""
+    """Return the exit status, assuming that every planned start succeeds."""
     if any(run.state in ("failed", "unusable") for run in planned):
         return int(ExitStatus.FAILED)
     return int(ExitStatus.USAGE if any(run.refused for run in planned) else ExitStatus.FINISHED)
 
 
 def _freeze(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard]) -> None:
-    """Write config.yaml and code.json of every job; a branch gets what it begins with before.
+    """Write config.yaml and code.json of every job. A branch first gets its checkpoint and records from its trunk.
 
     Args:
         jobs: the runs.
         guards: the right to change each.
 
     Raises:
-        UserError: the file system refuses, or what a branch begins with was deleted.
+        UserError: the file system refuses, or the checkpoint that a branch begins with was deleted.
         SupersededError: another process has taken over one of the runs.
     """
     code, sources = provenance.describe_code(), Sources()
@@ -377,7 +379,7 @@ def _freeze(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard]) -> Non
         run = RunDir(job.run_dir)
         try:
             guard = guards[job.run_dir]
-            guard.check()  # nothing is written where the run was moved or removed meanwhile
+            guard.check()  # writes nothing if the run was moved or removed
             changes = provenance.code_changes(run.path, code, sources)
             for change in changes:
                 say(f"  the code has changed since this run last started: {change}")
@@ -385,7 +387,7 @@ def _freeze(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard]) -> Non
             edit = Changes.of(job).edit(run.newest_step()) if files.exists(run.config) else None
             described = {**code, **provenance.describe_sources(job.plain, sources), "changes": changes}
             provenance.write_code(run.code, described, job.overrides, guard, edit, job.text)
-            # Last: a directory with a config is a run.
+            # Last, because a directory with a config is a run.
             files.write_atomic(run.config, job.text, guard=guard)
         except OSError as error:
             raise UserError(unusable(run.path, "written", error)) from None
@@ -400,7 +402,7 @@ def _show_code_changes(jobs: Sequence[Composed]) -> None:
 
 
 def _show_models(jobs: Sequence[Composed], launcher: Launcher) -> None:
-    """Print the models that the first jobs train; most sweeps have one."""
+    """Print the models that the first jobs train. Most sweeps have only one."""
     settings = {canonical([job.plain[key] for key in DECIDES_MODEL]): job for job in reversed(jobs)}
     several, seen = [*reversed(settings.values())], set()
     for job in several[:MOST_MODELS]:
@@ -418,7 +420,7 @@ def _show_models(jobs: Sequence[Composed], launcher: Launcher) -> None:
 
 
 def _begin_branch(job: Composed, run: RunDir, guard: files.Guard) -> None:
-    """Take the checkpoint and the records of a trunk over into a branch that has none."""
+    """Take over the checkpoint and the records of the trunk for a branch that has no checkpoint."""
     fork = job.config.fork
     if fork.run is not None and fork.step is not None and not run.newest_step():
         from runner.checkpoint.files.store import Fence
@@ -433,19 +435,22 @@ def _launch(launcher: Launcher, run_dirs: list[Path], guards: Mapping[Path, file
     if STOP:
         print(f"interrupted ({STOP.name}): nothing was started", file=sys.stderr)
         return int(ExitStatus.INTERRUPTED)
-    STOP.uninstall()  # the runs are in other processes: from here on a signal is meant for this command
+    STOP.uninstall()  # the runs are in other processes: from here on a signal concerns only this command
     return launcher.launch(run_dirs, ATTEMPT, [guards[run_dir] for run_dir in run_dirs])
 
 
 def _follow_rank_0(job: Composed) -> int:
-    """Under torchrun rank 0 alone decides and writes; the others start once it has frozen this very config."""
+    """Wait until rank 0 has frozen this very config, and then make the attempt.
+
+    Under torchrun rank 0 alone decides and writes.
+    """
     run = RunDir(job.run_dir)
     deadline = clock.monotonic() + RANK_TIMEOUT_S
     if has_finished(run, job.config):
         return int(ExitStatus.FINISHED)
     text = job.text.encode()
     while not (files.exists(run.config) and files.read_regular(run.config) == text):
-        if STOP:  # rank 0 has ended, with its reason: torchrun stops the others then
+        if STOP:  # rank 0 has ended and reported why: torchrun then stops the others
             return int(ExitStatus.INTERRUPTED)
         if clock.monotonic() > deadline:
             raise UserError(f"rank 0 did not freeze {run.config} within {RANK_TIMEOUT_S:g} s: see the output of rank 0")
