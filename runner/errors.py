@@ -107,7 +107,19 @@ class FileError(UserError):
 class LockedError(UserError):
     """Another process holds this run directory.
 
-    A command that trains ends with status 73 (`ExitStatus.LOCKED`); the other process is not disturbed.
+    The command ends with status 73, and the other process is not disturbed.
+
+    Example:
+        `runner.train` raises it as a UserError with its status.
+
+        >>> import runner
+        >>> from runner.errors import ExitStatus, UserError
+        >>> try:
+        ...     run = runner.train("experiment=smoke", "run.dir=outputs/base")
+        ... except UserError as error:
+        ...     if error.status != ExitStatus.LOCKED:
+        ...         raise
+        ...     run = runner.Run("outputs/base")  # another process trains it: watch its step
     """
 
     status = ExitStatus.LOCKED
@@ -122,7 +134,15 @@ class StoppedError(UserError):
 class SupersededError(UserError):
     """A newer attempt holds the lease of the run directory; the older one must stop writing.
 
-    A custom launcher's `launch` lets it pass: the command ends with status 74 (`ExitStatus.SUPERSEDED`).
+    Example:
+        A launcher of your own checks its guards before it writes. It lets the error pass, and the command ends with
+        status 74.
+
+        >>> from pathlib import Path
+        >>> from runner.system.files import Guard
+        >>> def record(run_dir: Path, job_id: str, guard: Guard) -> None:
+        ...     guard.check()  # raises SupersededError if another command has taken over
+        ...     (run_dir / "my_job.txt").write_text(job_id)
     """
 
     status = ExitStatus.SUPERSEDED

@@ -124,7 +124,7 @@ def identity(plain: dict[str, Any]) -> str:
     on the same ranks and devices, the longer one begins with the records of the shorter one.
     """
     flat = identifying_values(plain)
-    # Sorted keys would hide the order of the sources, which decides what the seeded mixture draws.
+    # The seeded mixture draws from its sources in the order in which they are listed, which sorted keys would hide.
     flat["data.sources in order"] = list(plain["data"]["sources"])
     return digest_of(flat)
 

@@ -48,7 +48,7 @@ class Setting:
         allowed: its range or choices; empty: any value of the type.
         later: whether it may change in an existing run.
         about: what it does, in one line.
-        option: the options of a group that have it, such as `launcher=slurm`; empty: all have it.
+        option: the options of a group that have it, such as `launcher=slurm`; empty: it always exists.
     """
 
     key: str

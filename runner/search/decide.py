@@ -34,7 +34,7 @@ class Decision:
 
 
 def decide(rules: Rules, journal: Journal) -> Decision:
-    """Return the next decision for a process that does not take over other processes' tasks."""
+    """Return the next decision. Tasks that other processes have begun are left to them."""
     goes_on = not gives_up(journal)
     if rules.algorithm.pauses and goes_on:
         for rung in reversed(range(len(journal.rungs) - 1)):

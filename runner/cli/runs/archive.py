@@ -159,7 +159,7 @@ def _members(run: RunDir, kept: Collection[str] | None) -> list[Path]:
 
 
 def _look_anew(directory: Path) -> None:
-    """Refresh the listing of a directory to see files just written by another machine.
+    """Refresh the listing of a directory, so that files just written by another machine are packed.
 
     A file that is not packed may be removed with the run.
 

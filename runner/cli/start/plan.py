@@ -271,7 +271,7 @@ def _queued(runs: Sequence[RunDir], launcher: Launcher) -> dict[Path, JobInfo]:
 
 
 def _live_jobs(runs: Sequence[RunDir], launcher: Launcher) -> dict[Path, JobInfo]:
-    """What the schedulers report about runs: this launcher's, and those that others were submitted to."""
+    """Return the jobs of runs, as reported by the schedulers of this launcher and of those that submitted the runs."""
     mine = f"{type(launcher).__module__}.{type(launcher).__qualname__}"
     try:
         queued = launcher.jobs([run.path for run in runs]) if runs else {}

@@ -83,7 +83,10 @@ def main(arguments: Sequence[str]) -> int:
 def jobs(
     composer: Composer, run_dirs: Sequence[Path], overrides: Sequence[str]
 ) -> tuple[list[Composed], Sequence[str]]:
-    """Apply `overrides` to the frozen configs of the runs in `run_dirs`, and return why some of them cannot be used.
+    """Apply `overrides` to the frozen configs of the runs in `run_dirs`.
+
+    Returns:
+        The runs, and a line for each directory that cannot be used.
 
     Raises:
         UserError: the config errors of all runs, each once.
