@@ -79,7 +79,9 @@ class RankCounts:
 
 @runtime_checkable
 class Launcher(Protocol):
-    """Starts runs. A launcher gets nothing but run directories, which hold everything about a run.
+    """Start runs on this machine or a cluster.
+
+    Everything about a run is in its directory; a launcher gets nothing else.
 
     A launcher never raises for a user's mistake. `check` returns it. `launch` prints one line to standard error that
     names what was not started and why, and returns a nonzero status.

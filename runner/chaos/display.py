@@ -14,7 +14,7 @@ MARKS = {True: "[green]✓[/]", False: "[red]✗[/]"}
 
 
 class Display:
-    """Shows the progress of a drill.
+    """Show the progress of a drill.
 
     Args:
         console: where to print.

@@ -16,7 +16,7 @@ _SAVING = re.compile(r"step_\d+\.tmp-\d+-\d+")
 
 
 class Watch:
-    """Observes one run directory."""
+    """Observe one run directory."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run

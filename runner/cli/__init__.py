@@ -1,1 +1,1 @@
-"""The commands of `python -m runner`: what a shell calls."""
+"""The commands of `python -m runner`."""

@@ -1,1 +1,1 @@
-"""From a command's overrides to a checked config, and from a run directory back to one."""
+"""Compose the overrides of a command to a checked config, and read it back from a run directory."""

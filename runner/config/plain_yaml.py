@@ -29,7 +29,7 @@ _FLOAT = re.compile(
 
 
 class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Reads YAML as OmegaConf does: 1e-3 is a number, a date is text, and duplicate keys are errors."""
+    """Read YAML as OmegaConf does: 1e-3 is a number, a date is text, and duplicate keys are errors."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Construct a dictionary; PyYAML calls this.

@@ -43,7 +43,7 @@ class TrialComposer(Composer):
         self.flags += [] if config_name == CONFIG_NAME else [f"--config-name={config_name}"]
 
     def is_search(self, overrides: Sequence[str]) -> bool:
-        """Return whether a command of several runs is a search: an override or the file of a chosen option says so."""
+        """Return whether a command of several runs is a search, by its overrides or by the file of a chosen option."""
         if not any(re.match(r"\+*(search|experiment)\b", text) for text in overrides):
             overrides = []
             if self.tree.config_name == CONFIG_NAME:

@@ -32,9 +32,9 @@ DECISIONS = (START, PROMOTE, WAIT, DONE)
 CRASHES = 3
 """A trial has failed after this many crashes in a row without progress."""
 KILLS = 20
-"""Likewise for kills of the training process while its slot lives. More, because the trial is seldom the cause."""
+"""The same for kills of the training process while its slot lives. More, because the trial is seldom the cause."""
 LOSSES = 50
-"""Likewise for slots that end while they train it, for example by preemption."""
+"""The same for slots that end while they train it, for example by preemption."""
 
 Entry = dict[str, Any]
 Rungs = tuple[int | None, ...]

@@ -69,7 +69,7 @@ class Difference:
         others: the same for all other settings.
         data: source -> its two sizes, in samples.
         code: entry of code.json -> the two values.
-        environment: likewise.
+        environment: entry of the environment -> the two values.
         common: how many steps both have recorded.
         first: `data` and each metric of the steps -> the first common step at which they differ.
         last: metric -> the two values at the last common step, or at the last common evaluation.

@@ -117,7 +117,7 @@ class Changes:
         return lines
 
     def not_taken_over(self, ending: str) -> list[str]:
-        """Return a line for each setting that a live run does not adopt, and how to end the run for those it may.
+        """Return a line for each setting that a live run does not adopt, and how to end the run so that a resume adopts it.
 
         Args:
             ending: how to end it.

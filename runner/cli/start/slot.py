@@ -191,8 +191,8 @@ class Slot:
         """Call `do` under the lease of the search, and retry if other processes or the disk prevent that.
 
         Raises:
-            UserError: it failed too often.
-            OSError: likewise.
+            UserError: the lease could not be acquired, or the search is malformed.
+            OSError: the disk failed too often.
         """
         tries = 0
         while True:
