@@ -111,7 +111,7 @@ class Drill:
         """Inject the remaining faults, in as many runs as necessary, and let each run finish.
 
         Raises:
-            BrokenError: the run ended although no fault was injected.
+            BrokenError: a run ended unexpectedly, or hangs.
         """
         number, futile = max(len(self.killed()), 1), 0
         while futile < FUTILE_RUNS:

@@ -30,7 +30,7 @@ class UnansweredError(Exception):
 
 
 class BrokenError(TrainingError):
-    """The run under faults ended although no fault was injected, or hangs."""
+    """The run under faults ended unexpectedly, or hangs."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Stage:
 
         Raises:
             TooLateError: the run finished first.
-            BrokenError: it ended without a fault.
+            BrokenError: it ended unexpectedly, or hangs.
         """
         self.ensure_running()
         trigger = TRIGGERS[planned.trigger]
@@ -111,7 +111,8 @@ class Stage:
     def wait_for_or_end(self, condition: Callable[[], object]) -> int | None:
         """Wait until `condition` is true or the attempt ends.
 
-        Return its exit status, or None if `condition` is true.
+        Returns:
+            None if `condition` is true, else the exit status of the attempt.
         """
         for _ in self._poll():
             # In this order, so that the attempt's last actions count.

@@ -94,7 +94,7 @@ class Points:
         """Return the point of a trial, given the journal before the trial begins.
 
         Raises:
-            UserError: a package that chooses points is missing.
+            UserError: a package that chooses points is missing, or the space has too few points.
         """
         if self._rules.algorithm.learns:
             from runner.search.optuna import suggest

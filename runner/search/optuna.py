@@ -31,9 +31,7 @@ STARTUP = 10
 def suggest(rules: Rules, journal: Journal, number: int) -> Point:
     """Return the point of a trial by Optuna's TPE, given the results so far.
 
-    The first points are those of search=random.
-
-    The same journal gives the same point, with the same version of Optuna.
+    The first points are those of search=random. The same journal gives the same point, with the same version of Optuna.
     """
     random = rules.space.random(rules.seed)
     if number < STARTUP:

@@ -117,10 +117,10 @@ class Changes:
         return lines
 
     def not_taken_over(self, ending: str) -> list[str]:
-        """Return a line for each setting that a live run does not adopt, and how to end the run so that a resume adopts it.
+        """Return a line for each setting that a live run does not adopt, and the remedy for those that a resume adopts.
 
         Args:
-            ending: how to end it.
+            ending: how to end the run.
         """
         found = [change for change in self.all if change.kind != "moved" and change.key not in OF_COMMANDS]
         found = [change for change in found if change.key == "launcher._target_"] or found
