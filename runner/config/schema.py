@@ -161,7 +161,7 @@ class SamplerConfig(Replaceable):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.target and self.kind is SamplerKind.distributed:  # the default: sampler=own need not be said
+        if self.target and self.kind is SamplerKind.distributed:  # the default: users may leave out sampler=own
             self.kind = SamplerKind.own
 
 

@@ -37,9 +37,8 @@ def state_of(search: SearchDir, journal: Journal, trial: Trial) -> str:
         return "diverged"
     if trial.rung < len(journal.rungs) - 1:
         return "paused"
-    ends = any(
-        state.word == "paused" for state in _runs(search, trial)
-    )  # the last rung may be before the end of the run
+    # The last rung may be before the end of the run.
+    ends = any(state.word == "paused" for state in _runs(search, trial))
     return "paused" if ends else "finished"
 
 

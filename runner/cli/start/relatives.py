@@ -29,9 +29,7 @@ def nearest(job: Composed) -> str | None:
 
     def others() -> Iterator[tuple[Path, dict[str, Any]]]:
         for path in _beside(job.run_dir):
-            with suppress(
-                OSError, ValueError, LookupError, TypeError
-            ):  # a malformed run is skipped: this is only a hint
+            with suppress(OSError, ValueError, LookupError, TypeError):  # only a hint: skip malformed runs
                 yield path, identifying_values(read_plain(RunDir(path).config))
 
     return closest(identifying_values(job.plain), others())

@@ -61,9 +61,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser().parse_intermixed_args(list(arguments))
     words, overrides = runs_and_settings(options.words)
     run_dirs = [Path(word) for word in dict.fromkeys(words)]
-    if reports := [
-        path for path in run_dirs if files.is_file(path)
-    ]:  # `outputs/*` includes files that `runner report` has written
+    # `outputs/*` includes files that `runner report` has written.
+    if reports := [path for path in run_dirs if files.is_file(path)]:
         run_dirs = [path for path in run_dirs if path not in reports]
         say(f"not run directories, left out: {', '.join(map(str, reports))}")
     if not run_dirs:

@@ -186,9 +186,8 @@ def _with_length(
     assert options.kind is not None
     if rungs:
         given = [key for text in fixed if (key := text.lstrip("+").partition("=")[0]) in (*LENGTH_KEYS, "search.rungs")]
-        if (steps is None and epochs is None) or given == [
-            "search.rungs"
-        ]:  # a typed setting takes precedence over a file
+        # A typed setting takes precedence over a file.
+        if (steps is None and epochs is None) or given == ["search.rungs"]:
             return [*fixed, f"train.steps={rungs[-1]}", *(["train.epochs=null"] if epochs else [])], tuple(rungs)
         if steps is not None and rungs[-1] > steps:
             raise UserError(
