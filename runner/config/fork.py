@@ -110,7 +110,10 @@ def planned(branch: Config, trunk: Config) -> Config:
 
 
 def _lr_scale(trunk: Config, branch: Config) -> float | None:
-    """Return the factor by which the branch scales the learning rate; None if no phase can do that."""
+    """Return the factor by which the branch scales the learning rate.
+
+    Return None if the learning rate is unchanged, or no phase can scale it.
+    """
     old, new = trunk.optimizer.get("lr"), branch.optimizer.get("lr")
     if old == new or not (_is_rate(old) and _is_rate(new)) or branch.optimizers:
         return None

@@ -154,7 +154,7 @@ def _looked_up(key: str, target: Any) -> Callable[..., Any]:
 
 
 CHANGES_TRAINING = "changes_training"
-"""The attribute of a callback class that changes weights, gradients or the optimizer."""
+"""The attribute by which a callback class declares that it changes weights, gradients or the optimizer."""
 
 
 def changing_callbacks(plain: dict[str, Any]) -> list[str]:

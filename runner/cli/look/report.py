@@ -183,7 +183,7 @@ def results(roots: Sequence[Path], tags: Sequence[str] = (), modes: Mapping[str,
 
 
 def read_searches(roots: Sequence[Path]) -> list[dict[str, Any]]:
-    """Read what the page shows of each search at and below `roots`.
+    """Read the data of each search at and below `roots` for the page.
 
     Skip searches that cannot be read, with a warning.
     """

@@ -205,7 +205,7 @@ def fitting(rows: Sequence[Row], messages: Sequence[str], width: int | None = No
 
 
 def _notes(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield notes about the rows, one for all rows that share it."""
+    """Yield notes about the rows. Rows with the same note share it."""
     sharing: dict[str, list[str]] = {}
     for row in rows:
         idle = f"no step for {row.idle_s / 60:.0f} minutes" if row.idle_s is not None and row.idle_s >= IDLE_S else None

@@ -198,7 +198,7 @@ class _Hashing:
 
 
 def _pack(root: Path, members: Sequence[Path], target: Path, mode: str) -> dict[str, str]:
-    """Write the file, make it durable, and read it again. Return its content by name.
+    """Write the file, make it durable, and read it again. Return the digest or kind of each entry, by name.
 
     Raises:
         OSError: the file system refused, or the content read differs from the content written.
@@ -218,13 +218,13 @@ def _pack(root: Path, members: Sequence[Path], target: Path, mode: str) -> dict[
 
 
 def _read_back(target: Path) -> dict[str, str]:
-    """Return the content of the file, by name."""
+    """Read the file, and return the digest or kind of each entry, by name."""
     with files.open_regular(target) as packed, tarfile.open(fileobj=packed, mode="r") as tar:
         return {entry.name: _content(tar, entry) for entry in tar}
 
 
 def _add(tar: tarfile.TarFile, path: Path, name: str) -> str:
-    """Add the file or directory at `path`, and return its content as `_content` describes it."""
+    """Add the file or directory at `path`, and return its digest or kind; see `_content`."""
     if (link := files.read_link(path)) is not None:
         entry = tarfile.TarInfo(name)
         entry.type, entry.linkname, entry.mtime = tarfile.SYMTYPE, link, int(files.lstat(path).st_mtime)

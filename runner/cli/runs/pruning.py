@@ -20,8 +20,8 @@ from runner.system import files
 def prune(search: SearchDir, record: Record, journal: Journal) -> None:
     """Remove the checkpoints of the paused trials of a search that has ended, unless the search keeps them.
 
-    The best trial keeps its checkpoints. A run is left alone unless it is as this search has left it: another process
-    may train it, or have trained it further, have removed it, or another search may need it.
+    The best trial keeps its checkpoints. So does a run that another search needs, and a run that is not as this search
+    left it: another process may train it, or may have trained it further or removed it.
     """
     if not record.prune or gives_up(journal):  # the search continues when the cause is fixed
         return
