@@ -92,9 +92,10 @@ def load_plain(run_dir: Path) -> dict[str, Any]:
 
 
 def over_schema(values: dict[str, Any]) -> dict[str, Any]:
-    """Merge resolved values into the schema, section by section, because the jobs of a sweep share most sections.
+    """Merge resolved values into the schema, section by section.
 
-    A user's primary config need not start from the schema.
+    Merged sections are cached, because the jobs of a sweep share most of them. A user's primary config need not start
+    from the schema.
 
     Raises:
         READ_ERRORS: the values do not fit.
@@ -115,9 +116,10 @@ def _values_of_all_sections(text: str) -> dict[str, Any]:
 
 
 def _by_section(text: str) -> dict[str, Any] | None:
-    """Return the values of a frozen config, merged into the schema by section. The runs of a sweep share most sections.
+    """Return the values of a frozen config, merged into the schema by section.
 
-    Return None if the text differs from the form in which it is written, or has errors.
+    Merged sections are cached, because the runs of a sweep share most of them. Return None if the text differs from the
+    form in which it is written, or has errors.
     """
     try:
         check_structure(text)
