@@ -53,7 +53,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     up = "../" * page.file.src_uri.count("/")
     for source, target in TOP.items():
         markdown = re.sub(rf"\]\((?:\.\./)*{re.escape(source)}(?=[)#])", f"]({up}{target}", markdown)
-    markdown = re.sub(r"\]\((?:\./)?examples/(?:plugin/?)?\)", "](gallery.md)", markdown)
+    markdown = re.sub(r"\]\((?:\./)?examples/(?:plugin/?)?\)", "](own-parts.md)", markdown)
     return re.sub(r"\]\((?:\.\./)+conf/", f"]({up}conf/", markdown)
 
 

@@ -1,4 +1,4 @@
-"""The example of docs/plugins.md works as printed, without any change to this repository."""
+"""The example of docs/examples/plugin works as printed, without any change to this repository."""
 
 from __future__ import annotations
 
