@@ -31,7 +31,7 @@ def records(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def callbacks(folder: Path, _: str) -> None:
-    (run,) = (folder / "outputs").iterdir()
+    run = folder / "outputs" / "watched"
     evaluations = [record for record in records(run) if "eval_loss" in record]
     assert evaluations
     for record in evaluations:
@@ -123,7 +123,7 @@ def load(folder: Path, _: str) -> None:
 
 
 CHECKS: dict[str, Callable[[Path, str], None]] = {
-    "callbacks.md": callbacks,
+    "own-steps.md": callbacks,
     "logging.md": logging,
     "forks.md": forks,
     "goodput.md": goodput,
