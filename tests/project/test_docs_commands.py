@@ -52,12 +52,14 @@ def logging(folder: Path, _: str) -> None:
         assert 10**7 < record["memory_bytes"] < 10**11
 
 
-def forks(folder: Path, printed: str) -> None:
+def branch(folder: Path, printed: str) -> None:
     assert " at step 10 of 20 in " in printed
     assert " has no checkpoint of step 12: it has those of steps 5, 10, 15, 20; fork one of those\n" in printed
     names = sorted(each.name.rpartition("-")[0] for each in (folder / "outputs").iterdir() if each.name != "trunk")
     expected = ["cooldown", "trunk-at10-lr0.0001-seed0", "trunk-at10-seed1", "trunk-at10-seed2"]
     assert [name for name in names if name[:1] not in (".", "")] == expected
+    assert shown("branch.md", "initial weights").replace("/home/ann", str(folder)) in printed
+    assert f"initial weights from {folder}/outputs/base at step 20:\n  loaded 28 tensors" in printed
 
 
 def goodput(folder: Path, printed: str) -> None:
@@ -95,15 +97,10 @@ def report(folder: Path, printed: str) -> None:
             assert re.search(r"\s+".join(map(re.escape, line.split())).replace("share", r".*share"), printed), line
 
 
-def warm_start(folder: Path, printed: str) -> None:
-    assert shown("warm-start.md", "initial weights").replace("/home/me", str(folder)) in printed
-    assert f"initial weights from {folder}/outputs/base at step 20:\n  loaded 28 tensors" in printed
-
-
 def a_warm_start_that_does_not_fit(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     other = ("data.sequence_length=64", "init_from=base.safetensors", "run.dir=outputs/longer")
     assert here.command("experiment=smoke", *other) == 2
-    assert capfd.readouterr().err.replace(f"{folder}/", "") == shown("warm-start.md", "error: ")
+    assert capfd.readouterr().err.replace(f"{folder}/", "") == shown("branch.md", "error: init_from")
     assert not (folder / "outputs" / "longer").exists()
 
 
@@ -125,11 +122,10 @@ def load(folder: Path, _: str) -> None:
 CHECKS: dict[str, Callable[[Path, str], None]] = {
     "own-steps.md": callbacks,
     "logging.md": logging,
-    "forks.md": forks,
+    "branch.md": branch,
     "goodput.md": goodput,
     "housekeeping.md": housekeeping,
     "report.md": report,
-    "warm-start.md": warm_start,
     "evaluate.md": evaluate,
     "python.md": load,
 }
@@ -158,5 +154,5 @@ def test_the_commands_of_a_page_run(
     out, err = capfd.readouterr()
     if page.name in CHECKS:
         CHECKS[page.name](folder, out + err)
-    if page.name == "warm-start.md":
+    if page.name == "branch.md":
         a_warm_start_that_does_not_fit(folder, capfd)
