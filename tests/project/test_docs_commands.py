@@ -106,7 +106,9 @@ def a_warm_start_that_does_not_fit(folder: Path, capfd: pytest.CaptureFixture[st
 
 def evaluate(_: Path, printed: str) -> None:
     lines = "\n".join(line.rstrip() for line in printed.splitlines())
-    expected = re.sub(r"\d\.\d{4}", r"\\d\\.\\d{4}", re.escape(shown("evaluate.md", "step  eval_loss")).replace(r"\.", "."))
+    expected = re.sub(
+        r"\d\.\d{4}", r"\\d\\.\\d{4}", re.escape(shown("evaluate.md", "step  eval_loss")).replace(r"\.", ".")
+    )
     assert re.search(expected, lines), lines
     assert '"overrides": [\n      "eval.batches=8"\n    ]' in lines
 
