@@ -1,4 +1,4 @@
-"""A data order and a PyTorch loader that resume exactly, on any number of ranks, workers and batches.
+"""Order data and load it in PyTorch, and resume exactly on any number of ranks, workers and batches.
 
 The names below are imported on first use, so that `import exactdata` does not import torch.
 """

@@ -1,4 +1,4 @@
-"""`python -m exactdata`."""
+"""Run `python -m exactdata`."""
 
 from __future__ import annotations
 

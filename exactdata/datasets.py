@@ -72,7 +72,7 @@ class TokenArray:
         self._set(open_map(**state["map"]) if "map" in state else state["tokens"])
 
     def fingerprint(self) -> dict[str, Any]:
-        """Length, dtype and a checksum of the first and last 2,048 tokens: identifies the array cheaply."""
+        """Identify the array cheaply: by length, dtype and a checksum of the first and last 2,048 tokens."""
         ends = np.concatenate([self.tokens[:2048], self.tokens[-2048:]])
         return {
             "tokens": len(self.tokens),
@@ -82,13 +82,13 @@ class TokenArray:
 
 
 def describe(tokens: Tokens) -> str:
-    """The file of a memory map, or "tokens in memory"."""
+    """Return the file name of a memory map, or "tokens in memory"."""
     name = getattr(tokens, "filename", None)
     return str(name) if name else "tokens in memory"
 
 
 def map_arguments(tokens: Tokens) -> dict[str, Any] | None:
-    """Arguments with which `open_map` reopens the same part of the same file; None if `tokens` is no such map."""
+    """Return the arguments for `open_map` to reopen the same part of the same file; None if that is impossible."""
     if not isinstance(tokens, np.memmap) or getattr(tokens, "filename", None) is None or tokens.mode == "c":
         return None
     root: Any = tokens
@@ -96,7 +96,7 @@ def map_arguments(tokens: Tokens) -> dict[str, Any] | None:
         root = root.base
     if not isinstance(root.base, mmap.mmap) or tokens.strides != root.strides:
         return None
-    # every slice of a map has the offset of the whole map
+    # Every slice of a map has the `offset` of the whole map, so the distance is taken from the addresses.
     behind = tokens.__array_interface__["data"][0] - root.__array_interface__["data"][0]
     return {
         "path": str(tokens.filename),
@@ -127,8 +127,8 @@ class TokenDataset(Dataset[Batch]):
     Args:
         tokens: a 1-D integer array or memory map, or a sequence of them.
         sequence_length: T, at least 1.
-        vocab_size: tokens outside [0, vocab_size) are errors, raised when they are fetched, because opening reads
-            nothing; None: not checked.
+        vocab_size: raise an error when a token outside [0, vocab_size) is fetched (opening reads no tokens). None: do
+            not check.
         name: name of this source in errors, for arrays in memory.
 
     Raises:
@@ -172,12 +172,12 @@ class TokenDataset(Dataset[Batch]):
 
     @property
     def tokens_per_sample(self) -> int | None:
-        """What the metrics count per sample: T. None if a subclass overrides `__getitems__`, and may pad."""
+        """Return T, for the metrics; None if a subclass overrides `__getitems__`, because it may pad."""
         return self.sequence_length if is_plain_tokens(self) else None
 
     @property
     def prefetch(self) -> str | None:
-        """`thread`: nothing here is random, so a thread may prefetch. None if a subclass overrides `__getitems__`."""
+        """Return `thread`, since no sample is random; None if a subclass overrides `__getitems__`."""
         return "thread" if is_plain_tokens(self) else None
 
     def __len__(self) -> int:
@@ -205,7 +205,7 @@ class TokenDataset(Dataset[Batch]):
         return token_batch(self.gather(wanted))
 
     def gather(self, indices: I64) -> Tokens:
-        """The windows of T + 1 tokens of each sample, in the dtype of the arrays.
+        """Return the T + 1 tokens of each sample, in the dtype of the arrays.
 
         Args:
             indices: int64 of shape (B,), within [0, len): not checked.
@@ -247,7 +247,7 @@ class TokenDataset(Dataset[Batch]):
         return str(self.name) if named else array.where
 
     def fingerprint(self) -> dict[str, Any]:
-        """Identifies the data without reading all of it; JSON-serializable."""
+        """Return a JSON-serializable fingerprint of the data without reading all of it."""
         return {
             "sequence_length": self.sequence_length,
             "arrays": [array.fingerprint() for array in self.arrays],
@@ -264,14 +264,14 @@ class MixtureDataset(Dataset[Any]):
     Args:
         datasets: map-style datasets.
         names: a unique name for each; weights and phases refer to sources by name.
-        tagged: False: samples are what their sources return. A `StatefulDataLoader` adds `dataset_idx` to a batch of
-            them that is a dict.
-        gathers: False: sources that are collated are fetched sample by sample, too.
+        tagged: whether samples name their source. False: samples are returned as their sources return them, and a
+            `StatefulDataLoader` adds `dataset_idx` to each batch that is a dict.
+        gathers: False: also fetch collated sources sample by sample.
 
     Attributes:
         cumulative_sizes: [0, n_0, n_0 + n_1, ...].
         collated: whether `__getitems__` returns finished batches.
-        marks_batches: the loader is to call `mark`.
+        marks_batches: whether the loader has to call `mark`.
 
     Raises:
         DataError: no sources, a different number of names, a duplicate name, or a source that is empty or has no
@@ -313,7 +313,7 @@ class MixtureDataset(Dataset[Any]):
         return self.cumulative_sizes[-1]
 
     def locate(self, indices: I64) -> I64:
-        """The number of the source of each index.
+        """Return the number of the source of each index.
 
         Raises:
             IndexError: an index is not in [0, len).
@@ -334,15 +334,18 @@ class MixtureDataset(Dataset[Any]):
         return sample, source
 
     def mark(self, batch: Any, indices: Sequence[int]) -> Any:
-        """`batch`, with `dataset_idx` (int64 of shape (B,)) if it is a dict."""
+        """Add `dataset_idx` (int64 of shape (B,)) to `batch` if it is a dict, and return it."""
         if isinstance(batch, dict):
             batch["dataset_idx"] = torch.from_numpy(self.locate(np.asarray(indices, dtype=np.int64)))
         return batch
 
     @property
     def __getitems__(self) -> Callable[[Sequence[int] | I64], Batch]:
-        """Fetches a batch of indices of shape (B,). Exists only if `collated`: otherwise a loader must fetch sample by
-        sample, so that `exactdata.sample_rng` knows which sample is being fetched."""
+        """Fetch a batch of indices of shape (B,).
+
+        Exists only if `collated`. Otherwise a loader must fetch sample by sample, so that `exactdata.sample_rng` knows
+        which sample is being fetched.
+        """
         if not self.collated:
             raise AttributeError("a mixture with a source that is not collated has no __getitems__")
         return self._fetch_batch
@@ -361,7 +364,7 @@ class MixtureDataset(Dataset[Any]):
         return batch
 
     def _gather(self, wanted: I64, sources: I64, sequence_length: int) -> Tokens:
-        """Windows of tokens of shape (B, T + 1), where all sources are token datasets."""
+        """Return windows of tokens of shape (B, T + 1), where all sources are token datasets."""
         windows: Tokens | None = None
         for source in np.flatnonzero(np.bincount(sources)).tolist():
             rows = np.flatnonzero(sources == source)
@@ -401,7 +404,7 @@ class MixtureDataset(Dataset[Any]):
         return DataError(f"source {self.names[source]!r}: {error}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the sources as `dataset_0`, `dataset_1`, ...; {} for a source without state."""
+        """Return the states of the sources as `dataset_0`, `dataset_1`, ..., with {} for a source without state."""
         return {
             f"dataset_{source}": dataset.state_dict() if is_stateful(dataset) else {}
             for source, dataset in enumerate(self.datasets)
@@ -424,7 +427,7 @@ class MixtureDataset(Dataset[Any]):
                 dataset.load_state_dict(state[key])
 
     def fingerprint(self) -> dict[str, Any]:
-        """Size and, if it has one, fingerprint of each source by name; JSON-serializable."""
+        """Return the size and, if there is one, the fingerprint of each source by name; JSON-serializable."""
         return {
             name: {"samples": len(dataset), **(dataset.fingerprint() if hasattr(dataset, "fingerprint") else {})}
             for name, dataset in zip(self.names, self.datasets, strict=True)
@@ -433,8 +436,8 @@ class MixtureDataset(Dataset[Any]):
 
 def check_bounds(indices: I64, size: int, what: str) -> None:
     """Raise IndexError unless all `indices` are in [0, size)."""
-    # As an unsigned number a negative index is huge, so one comparison finds both kinds. `argmax` takes half the time
-    # of `max`.
+    # A negative index is a huge unsigned number, so one comparison finds both kinds. `argmax` takes half the time of
+    # `max`.
     unsigned = indices.view(np.uint64)
     if len(indices) and unsigned.item(unsigned.argmax()) >= size:
         bad = next(int(index) for index in indices if not 0 <= index < size)
@@ -442,7 +445,7 @@ def check_bounds(indices: I64, size: int, what: str) -> None:
 
 
 def token_batch(windows: Tokens) -> Batch:
-    """`input_ids` and `labels`, int64 tensors of shape (B, T), from windows of tokens of shape (B, T + 1)."""
+    """Return `input_ids` and `labels`, int64 tensors of shape (B, T), from windows of tokens of shape (B, T + 1)."""
     return {
         "input_ids": torch.from_numpy(windows[:, :-1].astype(np.int64)),
         "labels": torch.from_numpy(windows[:, 1:].astype(np.int64)),
@@ -450,7 +453,7 @@ def token_batch(windows: Tokens) -> Batch:
 
 
 def source_size(name: str, dataset: Any) -> int:
-    """Number of samples of a source.
+    """Return the number of samples of a source.
 
     Raises:
         DataError: the source is empty or has no length.
@@ -467,10 +470,10 @@ def source_size(name: str, dataset: Any) -> int:
 
 
 def is_plain_tokens(dataset: Any) -> bool:
-    """Whether `dataset` fetches batches as `TokenDataset` does; a subclass may override it."""
+    """Return whether `dataset` fetches batches as `TokenDataset` does. A subclass may override it."""
     return isinstance(dataset, TokenDataset) and type(dataset).__getitems__ is TokenDataset.__getitems__
 
 
 def collate(samples: Any) -> Any:
-    """`collate_fn` for torch's DataLoader over these datasets: keeps finished batches, collates anything else."""
+    """Keep a finished batch and collate anything else: a `collate_fn` for torch's DataLoader over these datasets."""
     return samples if isinstance(samples, dict) else default_collate(samples)

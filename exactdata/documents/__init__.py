@@ -1,4 +1,5 @@
-"""Text documents as rows of tokens: read and tokenized once, packed by a plan that is made before any rank exists.
+"""Text documents as rows of tokens: read and tokenized once, then packed by a plan that does not depend on ranks.
 
-`dataset.Documents` is the dataset. It needs the extra `documents` for everything but JSON lines and text as bytes.
+The dataset is `dataset.Documents`. Formats other than JSON lines, and tokenizers other than bytes, need the extra
+`documents`.
 """

@@ -1,9 +1,9 @@
 """Pack pieces of documents into rows by best fit decreasing, for millions of documents at once.
 
-The longest piece comes first, and each goes into the fullest row that has room for it (Ding et al. 2024, "Fewer
-Truncations Improve Language Modeling"). Pieces of one length are interchangeable, and so are rows that hold the same
-lengths: both are handled in groups, so that the cost is two passes over the documents and a step for each distinct
-length.
+Pieces are placed from the longest to the shortest, each into the fullest row that has room for it (Ding et al. 2024,
+"Fewer Truncations Improve Language Modeling"). Pieces of the same length are interchangeable, and so are rows that hold
+the same lengths. Both are handled in groups, so the cost is two passes over the documents and one step for each
+distinct length.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ class _Group:
     """Rows that hold the same lengths.
 
     Attributes:
-        count: how many rows.
-        content: (length, pieces of it in each row, the first of them among all pieces of this length).
+        count: the number of rows.
+        content: (length, pieces of this length in each row, number of the first of them among all pieces of this
+            length).
     """
 
     count: int
     content: list[tuple[int, int, int]] = field(default_factory=list)
 
     def split(self, count: int) -> tuple[_Group, _Group]:
-        """Return the first `count` rows, and the others."""
+        """Split into the first `count` rows and the others."""
         others = [(length, each, first + count * each) for length, each, first in self.content]
         return _Group(count, self.content), _Group(self.count - count, others)
 
 
 class _Rows:
-    """The rows so far, by the room that they have left."""
+    """The rows so far, by the room that is left in them."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.by_room: dict[int, list[_Group]] = defaultdict(list)
-        self._rooms: list[int] = []  # ascending, those with rows
+        self._rooms: list[int] = []  # ascending, only rooms that have rows
 
     def _put(self, room: int, group: _Group) -> None:
         if not group.count:
@@ -54,7 +55,7 @@ class _Rows:
         self.by_room[room].append(group)
 
     def _take(self, least: int) -> tuple[int, _Group] | None:
-        """Remove a group of the rows that have the least room of at least `least`."""
+        """Remove and return a group of the fullest rows with room for at least `least` tokens."""
         at = bisect_left(self._rooms, least)
         if at == len(self._rooms):
             return None
@@ -65,7 +66,7 @@ class _Rows:
         return room, group
 
     def add(self, length: int, count: int) -> None:
-        """Add `count` pieces of this length, which is not greater than any before."""
+        """Add `count` pieces of a length that is not greater than any length before."""
         done = 0
         while done < count:
             room, group = self._take(length) or (self.capacity, _Group(count - done))
@@ -80,7 +81,7 @@ class _Rows:
                 last.content.append((length, rest, done))
                 self._put(room - rest * length, last)
                 done += rest
-            if others.content:  # rows that were there, and not new ones that nothing needs
+            if others.content:  # existing rows; new rows that were not needed are dropped
                 self._put(room, others)
 
 
@@ -92,7 +93,7 @@ def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> tuple[U32, U32]
         capacity: tokens in a row.
 
     Returns:
-        The numbers of the pieces, row by row, shape (n,), and where each row begins among them, shape (rows + 1,).
+        The numbers of the pieces, row by row, shape (n,), and the index where each row begins, shape (rows + 1,).
     """
     kind = np.uint16 if capacity <= np.iinfo(np.uint16).max else np.uint32  # numpy sorts 16 bits by radix
     by_length = np.argsort(lengths.astype(kind), kind="stable").astype(np.uint32)

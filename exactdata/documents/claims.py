@@ -1,7 +1,7 @@
 """Let one process of many do a piece of work, and the others wait, on any shared file system.
 
-A claim is a file that its owner touches every few seconds. A claim that nobody touches any more is removed by whoever
-waits. Claims only save work: two owners of one piece produce the same files, and the first rename wins.
+A claim is a file that its owner touches every few seconds. A waiting process removes a claim that is no longer touched.
+Claims only save work: two owners of the same work produce the same files, and the first rename wins.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from exactdata.interrupts import StoppedError
 
 TOUCH_S = 5.0
 STALE_S = 60.0
-"""A claim that was not touched for so long, by the clock of the one who waits, has lost its owner."""
+"""A claim has lost its owner if it was not touched for this many seconds, by the clock of the waiting process."""
 POLL_S = 0.1
 
 
@@ -31,10 +31,10 @@ def claimed(path: Path) -> Iterator[bool]:
     """Hold a claim within the block; the value is False if another process has it.
 
     Args:
-        path: of the claim; its directory exists.
+        path: the file of the claim, in an existing directory.
 
     Raises:
-        OSError: the file system refuses.
+        OSError: the file system fails.
     """
     try:
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
@@ -56,15 +56,15 @@ def claimed(path: Path) -> Iterator[bool]:
 
 def _touch(path: Path, done: threading.Event) -> None:
     while not done.wait(TOUCH_S):
-        with suppress(OSError):  # the file system may be back at the next time
+        with suppress(OSError):  # the file system may work again the next time
             os.utime(path)
 
 
 class Watch:
-    """Removes claims that have lost their owners.
+    """Remove claims that have lost their owners.
 
     Args:
-        directory: of the claims.
+        directory: the directory of the claims.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -72,7 +72,7 @@ class Watch:
         self._seen: dict[str, tuple[int, float]] = {}
 
     def remove_dead(self) -> None:
-        """Look at all claims once; call it again and again."""
+        """Check all claims once. Call this repeatedly: a claim is judged by whether it changes between calls."""
         now = time.monotonic()
         for path in list(self.directory.iterdir()):
             with suppress(FileNotFoundError):
@@ -85,7 +85,7 @@ class Watch:
 
 
 def _is_of_dead_process(path: Path) -> bool:
-    """Whether the owner was a process of this machine that has ended."""
+    """Return whether the owner was a process on this machine that has ended."""
     try:
         owner = json.loads(path.read_text())
         if owner["host"] != socket.gethostname():
@@ -93,18 +93,18 @@ def _is_of_dead_process(path: Path) -> bool:
         os.kill(owner["pid"], 0)
     except ProcessLookupError:
         return True
-    except (OSError, ValueError, KeyError, TypeError):  # another user's, or half written
+    except (OSError, ValueError, KeyError, TypeError):  # a process of another user, or a claim that is half written
         return False
     return False
 
 
 def fill(directory: Path, make: Callable[[Path], None]) -> None:
-    """Create a directory atomically: `make` fills a temporary one beside it, which is synced and renamed.
+    """Create a directory atomically: let `make` fill a temporary directory next to it, sync it and rename it.
 
-    Does nothing if another process has created it meanwhile.
+    Do nothing if another process creates the directory first.
 
     Raises:
-        OSError: the file system refuses; what was written is removed.
+        OSError: the file system fails; what was written is removed.
     """
     folder = directory.parent / f".{directory.name}-{uuid.uuid4().hex}"
     try:
@@ -115,7 +115,7 @@ def fill(directory: Path, make: Callable[[Path], None]) -> None:
         sync(folder)
         folder.rename(directory)
     except OSError:
-        if not directory.is_dir():  # else another was faster, and may have removed what was written here
+        if not directory.is_dir():  # else another process created it first, and may have removed `folder`
             raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -123,21 +123,21 @@ def fill(directory: Path, make: Callable[[Path], None]) -> None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file that is whole or not there, even after a power failure."""
+    """Write a file atomically, even across a power failure."""
     temporary = path.parent / f".{path.name}-{uuid.uuid4().hex}"
     try:
         temporary.write_bytes(data)
         sync(temporary)
         temporary.replace(path)
     except FileNotFoundError:
-        if not path.is_file():  # else another was faster, and has removed what was left here
+        if not path.is_file():  # else another process wrote it first, and has removed `temporary`
             raise
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def remove_left(directory: Path, pattern: str = ".*") -> None:
-    """Remove what processes that were killed have left in a directory, where all is complete that they wrote."""
+    """Remove the temporary files that killed processes left in a directory where no process is writing any more."""
     for left in directory.glob(pattern):
         if left.is_dir():
             shutil.rmtree(left, ignore_errors=True)
@@ -146,7 +146,7 @@ def remove_left(directory: Path, pattern: str = ".*") -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file, or the names in a directory, outlive a power failure."""
+    """Sync a file, or the names in a directory, to disk, so that a power failure does not lose them."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -155,16 +155,16 @@ def sync(path: Path) -> None:
 
 
 def once(directory: Path, claims: Path, make: Callable[[Path], None]) -> None:
-    """Create a directory as `fill` does, in one of the processes that want it; the others wait.
+    """Create a directory as `fill` does, in one of the processes that need it, while the others wait.
 
     Args:
-        directory: to be created; its parent exists.
+        directory: the directory to create; its parent exists.
         claims: the directory of the claims.
-        make: fills it.
+        make: writes the files into a given directory.
 
     Raises:
         StoppedError: this process was asked to stop.
-        OSError: the file system refuses.
+        OSError: the file system fails.
     """
     watch = Watch(claims)
     while not directory.is_dir():
@@ -178,7 +178,7 @@ def once(directory: Path, claims: Path, make: Callable[[Path], None]) -> None:
 
 
 def pause(seconds: float = POLL_S) -> None:
-    """Wait a moment.
+    """Wait for `seconds`.
 
     Raises:
         StoppedError: this process was asked to stop.

@@ -24,20 +24,21 @@ from exactdata.ranks import current_ranks
 from exactdata.shards import open_shard
 
 IGNORED = -100
-"""The label of what is not trained on, as torch's cross entropy leaves it out."""
+"""The label of tokens that are not trained on. torch's cross entropy ignores it by default."""
 
 
 class Documents(Dataset[Batch]):
     """Documents, tokenized once and packed into rows of `sequence_length` tokens; a row is a sample.
 
-    Every token of every document is in exactly one row. The first start prepares the documents (`prepare`); others wait
-    for it, and later ones open memory maps. A row of a batch has, each of shape (T,):
+    Every token of every document is in exactly one row, unless `long` leaves tokens out. The first start prepares the
+    documents (`prepare`). Other processes wait for it, and later starts open memory maps. A row has these values, each
+    of shape (T,):
 
-    - `input_ids`: int64; 0 where the row is padded, at its end;
-    - `labels`: int64, the next token of the same document; -100 at its last token, at padding, and before a token of a
-      chat that is not trained on;
+    - `input_ids`: int64; 0 at padding, which is at the end of a row;
+    - `labels`: int64, the next token of the same document; -100 at the last token of a document, at padding, and before
+      a token of a chat that is not trained on;
     - `position_ids`: int64, counted from 0 in each piece of a document;
-    - `document_ids`: int64, the number of the document in this source, -1 at padding.
+    - `document_ids`: int64, the number of the document in this source; -1 at padding.
 
     Args:
         paths: files (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow of `datasets`, .txt), folders, globs, or a list.
@@ -47,13 +48,14 @@ class Documents(Dataset[Batch]):
         tokenizer: `bytes`, a tokenizer.json, or the folder of a Hugging Face tokenizer.
         packing: `best_fit` (whole documents, with little padding), `stream` (end to end, cut at every row), or `none`
             (one document in a row).
-        long: what is done to documents longer than T: `split` them, `truncate` or `drop` them.
-        split: `train`, `eval` (5 % of the documents, by their content) or `all`.
-        end_token: the token behind each document; `auto`: the tokenizer's, if it has one; `none`: there is none.
-        pattern: which files of a folder are read; None: those of a known kind.
+        long: how to treat documents longer than T: `split` them, `truncate` or `drop` them.
+        split: `train`, `eval` (5 % of the documents, chosen by their content) or `all`.
+        end_token: the token after each document. `auto`: the end token of the tokenizer, if it has one. `none`: no
+            token.
+        pattern: which files of a folder are read; None: files of a known kind.
         train_on: roles of the messages that are trained on.
-        chat_template: of messages, in Jinja, or a file; None: the tokenizer's, or ChatML.
-        vocab_size: the largest that the tokenizer may have; None: not checked.
+        chat_template: template of the messages, in Jinja, or its file; None: the template of the tokenizer, or ChatML.
+        vocab_size: the largest vocabulary that the tokenizer may have; None: not checked.
         cache_dir: where the result is kept; None: $RUNNER_CACHE or ~/.cache/runner.
 
     Raises:
@@ -105,11 +107,11 @@ class Documents(Dataset[Batch]):
 
     @classmethod
     def prepare(cls, workers: int | None = None, **arguments: Any) -> dict[str, Any]:
-        """Prepare what the constructor would; return the report.
+        """Prepare the documents without opening them, and return a report.
 
         Args:
-            workers: processes; None: one for each core.
-            arguments: of the constructor.
+            workers: number of processes; None: one for each core.
+            arguments: arguments of the constructor.
 
         Raises:
             DataError: as the constructor.
@@ -131,11 +133,11 @@ class Documents(Dataset[Batch]):
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of all rows, without padding."""
+        """Return the number of tokens of all rows, without padding."""
         return self.packed.tokens
 
     def measure(self, rows: I64) -> I64:
-        """Return the tokens of each row, and the documents that begin in it, int64 of shape (B, 2)."""
+        """Return the number of tokens in each row and of documents that begin in it, int64 of shape (B, 2)."""
         return self.packed.measure(rows)
 
     def __len__(self) -> int:
@@ -148,7 +150,7 @@ class Documents(Dataset[Batch]):
         """Fetch a batch.
 
         Args:
-            indices: of rows, shape (B,).
+            indices: row numbers, shape (B,).
 
         Returns:
             The tensors that the class describes, each of shape (B, T).
@@ -162,9 +164,9 @@ class Documents(Dataset[Batch]):
         rows, length = len(wanted), self.sequence_length
         which, documents, first, lengths = self.packed.pieces(wanted)
         filled = np.bincount(which, lengths, rows).astype(np.int64)
-        widths = lengths.copy()  # of the pieces with the padding behind them
+        widths = lengths.copy()  # of the pieces, each with the padding after it
         widths[np.searchsorted(which, np.arange(rows), side="right") - 1] += length - filled
-        at = np.cumsum(widths) - widths  # of each piece in the batch, end to end
+        at = np.cumsum(widths) - widths  # offset of each piece in the batch, end to end
         names = np.repeat(documents, widths)
         positions = self._count(rows * length) - np.repeat(at, widths)
         ids, labels = self._gathered(at, documents, first, lengths, rows * length)
@@ -176,28 +178,28 @@ class Documents(Dataset[Batch]):
         return {key: torch.from_numpy(value.reshape(rows, length)) for key, value in found.items()}
 
     def _count(self, size: int) -> I64:
-        """Return the numbers below `size`, which are kept: making them takes longer than a copy."""
+        """Return the numbers below `size`. They are kept, because making them takes longer than copying them."""
         counted = self._counted
         if len(counted) != size:
             counted = self._counted = np.arange(size)
         return counted
 
     def _gathered(self, at: I64, documents: I64, first: I64, lengths: I64, size: int) -> tuple[I64, I64]:
-        """Return tokens and labels of a batch end to end, int64 of shape (size,); anything where it is padded.
+        """Return tokens and labels of a batch end to end, int64 of shape (size,), with arbitrary values at padding.
 
         Args:
-            at: where each piece is in the batch.
-            documents: of the pieces.
-            first: the offset of each piece in its document.
-            lengths: of the pieces.
-            size: of the batch.
+            at: offset of each piece in the batch.
+            documents: document of each piece.
+            first: offset of each piece in its document.
+            lengths: tokens of each piece.
+            size: tokens of the batch, with padding.
         """
         index = self.packed.index
         begins = index.offsets[documents]
         starts = begins + first
         if self.packed.report["long"] == "truncate":
             left = np.zeros(len(documents), bool)
-        else:  # the label of the last token of a piece is the first of the next one, in another row
+        else:  # the label of the last token of a piece is the first token of the next piece, in another row
             left = starts + lengths < index.offsets[documents + 1]
         parts = np.searchsorted(index.part_starts, starts, side="right") - 1
         starts -= index.part_starts[parts]
@@ -219,7 +221,7 @@ class Documents(Dataset[Batch]):
         return ids, labels
 
     def _shard(self, part: int) -> Any:
-        """Return the tokens of a part, which is opened at its first use."""
+        """Return the tokens of a part. Open it at its first use."""
         if self._tokens[part] is None:
             index = self.packed.index
             size = int(index.part_starts[part + 1] - index.part_starts[part])
@@ -230,17 +232,17 @@ class Documents(Dataset[Batch]):
         return self._tokens[part]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what identifies tokens and plan; JSON-serializable."""
+        """Return a JSON-serializable fingerprint of the tokens and the plan."""
         report = self.packed.report
         options = {name: report[name] for name in ("sequence_length", "packing", "long", "split")}
         return {**options, "content": self.packed.index.content}
 
 
 def _opened(path: Path, dtype: np.dtype[Any], size: int) -> Any:
-    """Map a shard.
+    """Map a token shard into memory.
 
     Raises:
-        DataError: it is missing, or has another size than when it was written.
+        DataError: the shard is missing, or has another size than when it was written.
     """
     problem = ""
     try:
@@ -255,13 +257,13 @@ def _opened(path: Path, dtype: np.dtype[Any], size: int) -> Any:
 
 
 def _report(packed: PackedRows) -> dict[str, Any]:
-    """Return what was found in the documents, and what the plan makes of them; JSON-serializable."""
+    """Report the counts of the documents and of their plan; JSON-serializable."""
     index = packed.index
     return {"directory": str(index.store.directory), **index.report(), "plan": packed.report}
 
 
 def summary(report: dict[str, Any]) -> list[str]:
-    """Write the report of `Documents.prepare` as a few lines."""
+    """Format the report of `Documents.prepare` as a few lines."""
     plan, lengths, dropped = report["plan"], report["lengths"], report["dropped"]
     end = "no end token" if report["end_token"] is None else f"each with the end token {report['end_token']}"
     of_split = "" if plan["split"] == "all" else f"; {plan['documents']:,} documents of split={plan['split']}"
@@ -295,7 +297,7 @@ def spec_of(
     train_on: Sequence[str] = ("assistant",),
     chat_template: str | None = None,
 ) -> Spec:
-    """Return what is to be prepared; the arguments are those of `Documents`.
+    """Return the specification of a preparation. The arguments are those of `Documents`.
 
     Raises:
         DataError: a path or the tokenizer is wrong.

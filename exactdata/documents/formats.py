@@ -1,7 +1,7 @@
 """Read the documents of a file: JSON lines, plain or compressed, Parquet, Arrow, and text files.
 
-A file is read in slices, so that several processes share a large one. What cannot be read is yielded as well, with the
-reason, and the rest is read all the same.
+A file is read in slices, so that several processes can share a large file. A document that cannot be read is yielded as
+`Broken` with the reason, and reading continues after it.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ import orjson
 from exactdata.errors import DataError
 
 WHOLE = -1
-"""The stop of a slice that is a whole file."""
+"""The stop of a slice that is an entire file."""
 JSON_LINES = (".jsonl", ".jsonl.zst", ".jsonl.gz")
 SUFFIXES = (*JSON_LINES, ".parquet", ".arrow", ".txt")
 TOO_MUCH = 200
-"""Characters of an error that are reported."""
+"""The most characters of an error that are reported."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """What stands in place of a document that cannot be used, and why."""
+    """The reason why a document cannot be used, yielded in its place."""
 
     reason: str
     detail: str = ""
 
 
 Found = tuple[int, Any]
-"""The line or row in the slice, counted from 1, and its value in the column, or `Broken`."""
+"""Line or row in the slice, counted from 1, and the value in the column, or `Broken`."""
 
 
 def kind_of(path: Path) -> str:
-    """Return the suffix by which a file is read.
+    """Return the suffix that decides how a file is read.
 
     Raises:
-        DataError: it is none of `SUFFIXES`, or a library that reads it is missing.
+        DataError: the suffix is not in `SUFFIXES`, or a library that reads such files is missing.
     """
     found = next((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), None)
     if found is None:
@@ -77,12 +77,12 @@ def slices_of(path: Path, size: int, most: int) -> list[tuple[int, int, int]]:
 
     Args:
         path: the file.
-        size: its bytes.
-        most: the bytes of a slice.
+        size: bytes of the file.
+        most: bytes of a slice.
 
     Returns:
-        Start, stop and bytes of each slice. Bounds are bytes of JSON lines and row groups of Parquet. A file that can
-        be read from its beginning only is one slice, up to `WHOLE`.
+        Start, stop and bytes of each slice. Start and stop are bytes of JSON lines, and row groups of Parquet. A file
+        that can only be read from its beginning is one slice, up to `WHOLE`.
     """
     kind = kind_of(path)
     if kind == ".jsonl":
@@ -92,7 +92,7 @@ def slices_of(path: Path, size: int, most: int) -> list[tuple[int, int, int]]:
     if kind == ".parquet" and size > most:
         try:
             groups = imported("pyarrow.parquet", str(path)).ParquetFile(path).metadata.num_row_groups
-        except (OSError, ValueError):  # reported where it is read
+        except (OSError, ValueError):  # `read` reports it
             groups = 1
         each = max(1, groups * most // size)
         starts = range(0, groups, each)
@@ -105,8 +105,8 @@ def read(path: Path, start: int, stop: int, column: str) -> Iterator[Found]:
 
     Args:
         path: the file.
-        start: of the slice.
-        stop: of the slice.
+        start: start of the slice.
+        stop: stop of the slice.
         column: the key or column of the text, or of the messages.
 
     Raises:
@@ -143,7 +143,7 @@ def _lines(path: Path, kind: str, start: int, stop: int) -> Iterator[bytes | Bro
 
 
 class _Zstandard(io.RawIOBase):
-    """The content of a file of zstandard frames; an incomplete one is an error, and not the end."""
+    """Decompress a file of zstandard frames. Raise an error for an incomplete frame, instead of ending there."""
 
     def __init__(self, file: BinaryIO, library: Any) -> None:
         self._file, self._library = file, library
@@ -175,7 +175,7 @@ class _Zstandard(io.RawIOBase):
 def _lines_between(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
     """Yield the lines that begin in the bytes from `start` to `stop`."""
     position = start
-    if start:  # a line that begins here comes behind the end of another
+    if start:  # a line that begins at `start` follows the end of another line
         file.seek(start - 1)
         position += len(file.readline()) - 1
     while position < stop and (line := file.readline()):
@@ -190,9 +190,9 @@ def _value(line: bytes, column: str) -> Any:
     try:
         record = orjson.loads(text)
     except ValueError as error:
-        try:  # which takes NaN and integers of any size
+        try:  # json accepts NaN and integers of any size
             record = json.loads(text)
-            json.dumps(record, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+            json.dumps(record, ensure_ascii=False).encode()  # fails for half of a surrogate pair
         except (ValueError, RecursionError):
             return Broken("broken line: no JSON", str(error)[:TOO_MUCH])
     if not isinstance(record, dict):
@@ -222,7 +222,7 @@ def _parquet(path: Path, start: int, stop: int, column: str) -> Iterator[Any]:
             return
         for batch in file.iter_batches(batch_size=1024, row_groups=list(groups), columns=[column]):
             yield from batch.column(0).to_pylist()
-    except (ValueError, OSError) as error:  # pyarrow's errors are ValueError and OSError
+    except (ValueError, OSError) as error:  # pyarrow's own errors are subclasses of both
         if isinstance(error, OSError) and error.errno is not None:
             raise
         yield Broken("damaged file: the rest is lost", str(error).splitlines()[0][:TOO_MUCH])

@@ -1,18 +1,18 @@
-"""The plan of which documents are in which row, made once and memory-mapped. Imports no torch.
+"""Plan which documents are in which row, once, and memory-map the plan. Imports no torch.
 
-A row has `sequence_length` tokens, of *pieces*: a piece is a document, or a part of a long one. With `packing=best_fit`
-or `none` the rows are, in this order:
+A row has `sequence_length` tokens and consists of *pieces*: a piece is a document, or a part of a long one. With
+`packing=best_fit` or `none` the rows are, in this order:
 
-- full rows, each of `sequence_length` tokens of one document, where `long=split` cuts long ones;
-- the others, whose pieces are what is left of the documents. A plan lists their documents, row by row.
+- full rows: each has `sequence_length` tokens of one long document, which `long=split` cuts;
+- the other rows, which hold the rest of each document. The plan lists their documents, row by row.
 
-With `packing=stream` a row is the next `sequence_length` tokens of all documents end to end.
+With `packing=stream` a row is the next `sequence_length` tokens of all documents, joined end to end.
 
     order.npy    the documents row by row; of a stream, all of them      4 bytes a document
-    starts.npy   where each row begins in it; of a stream, where each
-                 document begins in the stream                           4 bytes a row; 8 a document
+    starts.npy   index in it where each row begins; of a stream, offset
+                 in the stream where each document begins                4 bytes a row; 8 a document
     long.npy     the documents with full rows                            4 bytes each
-    ends.npy     one past the last full row of each                      4 bytes each
+    ends.npy     one past the last full row of each of them              4 bytes each
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from exactdata.paths import usable_cache
 
 MOST = np.iinfo(np.uint32).max
 Pieces = tuple[I64, I64, I64, I64]
-"""Row (counted in the question), document, offset of its first token in the document, and length of each piece."""
+"""Index of the row among the requested rows, document, offset of the first token in the document, and length."""
 
 
 class Packing(Enum):
-    """How documents are put into rows."""
+    """How documents are packed into rows."""
 
     best_fit = "best_fit"
     stream = "stream"
@@ -48,7 +48,7 @@ class Packing(Enum):
 
 
 class Long(Enum):
-    """What is done to a document with more tokens than a row."""
+    """How a document with more tokens than a row is treated."""
 
     split = "split"
     truncate = "truncate"
@@ -60,10 +60,10 @@ SPLITS = ("all", "train", "eval")
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What decides on a plan, beside the documents; see `Documents`.
+    """The options that determine a plan of given documents; see `Documents`.
 
     Raises:
-        DataError: an option has another value than is allowed.
+        DataError: an option has a value that is not allowed.
     """
 
     sequence_length: int
@@ -91,11 +91,11 @@ class PlanOptions:
 
 
 def make_plan(index: Index, options: PlanOptions) -> PackedRows:
-    """Make a plan, or open it if it is there.
+    """Write a plan, or open it if it exists.
 
     Args:
-        index: of the documents.
-        options: of the plan.
+        index: index of the documents.
+        options: options of the plan.
 
     Raises:
         DataError: no document is left, there are too many, or the cache cannot be written.
@@ -168,15 +168,15 @@ def _rows(lengths: I64, documents: Any, folder: Path, options: PlanOptions) -> i
 
 
 class PackedRows:
-    """The rows of a source: which documents are in which, and which row has a document.
+    """The rows of a source: the documents in each row, and the rows of each document.
 
     Args:
-        index: of the documents.
-        directory: of the plan.
+        index: index of the documents.
+        directory: directory of the plan.
 
     Attributes:
-        tokens: in all rows, without padding.
-        documents: that are in any row.
+        tokens: number of tokens in all rows, without padding.
+        documents: number of documents that are in any row.
 
     Raises:
         DataError: files are missing or damaged.
@@ -202,7 +202,7 @@ class PackedRows:
         """Open a plan by its directory.
 
         Raises:
-            DataError: it is gone or damaged.
+            DataError: the plan is missing or damaged.
         """
         return cls(Index(Store(directory.parent.parent)), directory)
 
@@ -219,14 +219,14 @@ class PackedRows:
         return PackedRows.open, (self.directory,)
 
     def pieces(self, rows: I64) -> Pieces:
-        """Return the pieces of rows, in the order of the rows and from their left to their right.
+        """Return the pieces of rows, in the order of the rows and from left to right in each.
 
         Args:
             rows: int64, shape (B,), within [0, len): not checked.
 
         Returns:
-            Four int64 arrays of shape (P,): the index in `rows`, the document, the offset of the piece's first token in
-            its document, and its length.
+            Four int64 arrays of shape (P,): the index in `rows`, the document, the offset of the first token of the
+            piece in its document, and its length.
         """
         return self._of_stream(rows) if self._stream else self._of_rows(rows)
 
@@ -251,7 +251,7 @@ class PackedRows:
             counts = np.where(is_full, 1, self._starts[packed + 1] - first)
             which, at = _ranges(first, counts)
             documents = self._order[at].astype(np.int64)
-        else:  # there are full rows only
+        else:  # all rows are full
             which, counts, documents = np.arange(len(rows)), np.ones_like(rows), np.zeros_like(rows)
         if not is_full.any():
             return which, documents, *self._rests(documents)
@@ -265,7 +265,7 @@ class PackedRows:
         return which, documents, offsets, lengths
 
     def _rests(self, documents: I64) -> tuple[I64, I64]:
-        """Return where what is left of documents beside full rows begins in them, and its length."""
+        """Return offset and length of the part of each document that is not in full rows."""
         sizes = self.index.offsets[documents + 1] - self.index.offsets[documents]
         if self._cut:
             sizes = np.minimum(sizes, self.sequence_length)
@@ -273,7 +273,7 @@ class PackedRows:
         return sizes - lengths, lengths
 
     def measure(self, rows: I64) -> I64:
-        """Return the tokens of each row, and the documents that begin in it, int64 of shape (B, 2)."""
+        """Return the number of tokens in each row and of documents that begin in it, int64 of shape (B, 2)."""
         which, _, first, lengths = self.pieces(np.asarray(rows, np.int64))
         found = np.zeros((len(rows), 2), np.int64)
         np.add.at(found[:, 0], which, lengths)
@@ -281,7 +281,7 @@ class PackedRows:
         return found
 
     def rows_of(self, document: int) -> I64:
-        """Return the rows that have a piece of a document, int64 of shape (R,); none if the plan leaves it out.
+        """Return the rows that have a piece of a document, int64 of shape (R,); empty if the plan leaves it out.
 
         Raises:
             DataError: there is no such document.
@@ -310,12 +310,12 @@ class PackedRows:
 
 
 def _searched(array: Any, values: Any, side: Literal["left", "right"] = "left") -> Any:
-    """Search in a memory map without a copy of it, which numpy makes where the types differ."""
+    """Search a memory map with values of its dtype: for other values numpy would copy the map."""
     return np.searchsorted(array, np.asarray(values, array.dtype), side=side)
 
 
 def _ranges(first: I64, counts: I64) -> tuple[I64, I64]:
-    """Return the numbers first[i] to first[i] + counts[i] - 1 of every i, one after another, and the i of each."""
+    """Return the numbers first[i] to first[i] + counts[i] - 1 of each i in turn, and before them their i."""
     which = np.repeat(np.arange(len(first)), counts)
     ends = np.cumsum(counts)
     return which, np.arange(len(which)) - np.repeat(ends - counts - first, counts)

@@ -1,10 +1,10 @@
-"""What is prepared from documents, and where its files are: token shards by part, and an index of the documents.
+"""Describe a preparation of documents and lay out its files: token shards by part, and an index of the documents.
 
     spec.json         the files, the column, the tokenizer, and the parts
     parts/00000/      tokens.bin, trained.bin (of chats), lengths.npy, lines.npy, held.npy, dropped.jsonl, part.json
     index/            offsets.npy, lines.npy, held.npy, slices.npy, dropped.jsonl, report.json, meta.json
     plans/KEY/        see `exactdata.documents.packed`
-    claims/           who is at what
+    claims/           the work that processes have claimed
 
 A *part* is a slice of one large file, or several small files. Its directory appears when it is complete.
 """
@@ -27,27 +27,27 @@ from exactdata.errors import DataError
 from exactdata.order.arrays import I64
 
 FORMAT = 1
-"""Increase it when the files change: it is part of every key."""
+"""Version of the files. Increase it when they change: it is part of every key."""
 SMALL, LARGE, MANY = 1 << 20, 1 << 26, 4096
-"""A part has 1 to 64 MiB, or more where there would be more than 4,096."""
+"""A part has 1 to 64 MiB. It has more where there would be more than 4,096 parts."""
 
 Slice = tuple[int, int, int]
-"""The number of a file, and start and stop in it as `exactdata.documents.formats.read` takes them."""
+"""The number of a file, and the start and stop that `exactdata.documents.formats.read` takes."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What is prepared.
+    """The documents to prepare, and how.
 
     Attributes:
-        files: paths.
-        stats: size and time of modification in nanoseconds of each file.
-        column: of the text or the messages.
+        files: absolute paths.
+        stats: size and modification time in nanoseconds of each file.
+        column: column of the text or of the messages.
         chat: whether the column holds messages.
         train_on: the roles that are trained on.
-        tokenizer: see there.
+        tokenizer: the tokenizer, as `TokenizerSpec` describes it.
         parts: the slices of each part.
-        bytes: of each part, of the files as they are.
+        bytes: bytes of each part, as stored in the files.
     """
 
     files: list[str]
@@ -63,7 +63,7 @@ class Spec:
     def of(
         cls, files: Sequence[Path], column: str, chat: bool, train_on: Sequence[str], tokenizer: TokenizerSpec
     ) -> Spec:
-        """Look at the files, and split them into parts.
+        """Stat the files, and split them into parts.
 
         Raises:
             DataError: a file is missing, or of an unknown kind.
@@ -89,9 +89,9 @@ class Spec:
 
     @property
     def key(self) -> str:
-        """A digest of all that decides on the result: the files by path, size and time, and what is done to them.
+        """Return a digest of everything that determines the result: the files by path, size and time, and all options.
 
-        By path, because files unpacked from two archives may share name, size and time.
+        Paths are included, because files unpacked from two archives may share name, size and time.
         """
         chat = [self.train_on, self.tokenizer.chat_template, self.tokenizer.names] if self.chat else None
         values = [FORMAT, self.files, self.stats, self.column, chat, self.tokenizer.to_json(), self.parts]
@@ -109,7 +109,7 @@ class Spec:
         """Check that a file is as it was when the preparation began.
 
         Raises:
-            DataError: it has changed.
+            DataError: the file has changed.
         """
         try:
             found = Path(self.files[number]).stat()
@@ -120,10 +120,10 @@ class Spec:
 
 
 class Store:
-    """The files of one preparation.
+    """The paths of one preparation.
 
     Args:
-        directory: that holds them.
+        directory: directory of the preparation.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -147,15 +147,15 @@ class Store:
 
 
 def read_json(path: Path) -> Any:
-    """Read a file of a preparation.
+    """Read a JSON file of a preparation.
 
     Raises:
-        DataError: it is missing or damaged.
+        DataError: the file is missing or damaged.
     """
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        what = path if path.name == "spec.json" else path.parent  # each is made anew by itself
+        what = path if path.name == "spec.json" else path.parent  # deleting it is enough to have it made again
         raise DataError(
             f"{path}: prepared documents are missing or damaged ({error}): delete {what} to prepare anew"
         ) from error
@@ -165,11 +165,11 @@ class Index:
     """The documents of a complete preparation, memory-mapped. Opening it reads a few hundred bytes per part.
 
     Args:
-        store: that is complete.
+        store: a complete preparation.
 
     Attributes:
         offsets: where each document begins among all tokens, and the end: int64, shape (documents + 1,).
-        held: whether a document belongs to the held-out 5 %, which its content decides: bool, shape (documents,).
+        held: whether a document belongs to the 5 % that are held out, chosen by content: bool, shape (documents,).
         part_starts: where each part begins among all tokens, and the end.
         content: a digest of all tokens.
 
@@ -208,7 +208,7 @@ class Index:
 
     @cached_property
     def _slices(self) -> I64:
-        """First document, file, and lines of the file before it, of each slice, shape (slices, 3)."""
+        """Return first document, file, and number of earlier lines in the file of each slice, shape (slices, 3)."""
         slices: I64 = self._mapped("slices")
         return slices
 
@@ -224,11 +224,11 @@ class Index:
         return [(self.store.spec.files[file], line) for file, line in zip(files, lines, strict=True)]
 
     def find(self, file: str, line: int) -> int:
-        """Return the document in a line of a file.
+        """Return the number of the document in a line of a file.
 
         Args:
-            file: its path, or the end of it.
-            line: counted from 1.
+            file: path of the file, or the end of the path.
+            line: line, counted from 1.
 
         Raises:
             DataError: there is no such file, or no document in this line.

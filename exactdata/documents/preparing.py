@@ -1,7 +1,7 @@
-"""Prepare documents in as many processes as there are cores, here and on other machines that want the same.
+"""Prepare documents in one process per core, together with other processes and machines that need the same documents.
 
-Whoever finds parts that nobody has claimed works on them: ranks of a job, several runs, the tasks of a Slurm array. A
-process that is killed loses the part that it was at; the next start goes on from there.
+Every process works on parts that no other process has claimed: ranks of a job, several runs, tasks of a Slurm array.
+A killed process loses only the part that it was preparing. The next start continues with that part.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from exactdata.ranks import current_ranks
 
 LONG_POLL_S = 1.0
 LINE_S = 30.0
-"""How often progress is printed where it is no terminal."""
+"""Seconds between two lines of progress where the output is not a terminal."""
 PERCENTILES = (0, 10, 50, 90, 99, 100)
 
 
 def prepare(spec: Spec, cache_dir: Path, workers: int | None = None) -> Index:
-    """Prepare documents, or wait until others have done so; return at once if it is done.
+    """Prepare documents, or wait until other processes have prepared them; return at once if they are complete.
 
     Args:
-        spec: what to prepare.
-        cache_dir: holds the result, under its key.
-        workers: processes; 0: this one alone; None: as many as there are cores for each rank.
+        spec: the documents to prepare.
+        cache_dir: directory that holds the result, under its key.
+        workers: number of processes; 0: only this process; None: the number of cores divided by the local ranks.
 
     Raises:
-        DataError: a file is missing, damaged as a whole or has changed, nothing in it can be used, or the cache cannot
-            be written.
+        DataError: a file is missing, has changed or is damaged as a whole, no document in it can be used, or the cache
+            cannot be written.
         StoppedError: this process was asked to stop.
     """
     store = store_of(spec, cache_dir)
@@ -56,7 +56,7 @@ def prepare(spec: Spec, cache_dir: Path, workers: int | None = None) -> Index:
         if not store.is_complete:
             for folder in (store.parts, store.plans, store.claims):
                 folder.mkdir(parents=True, exist_ok=True)
-            # Anew at every start: it may be torn.
+            # Written again at every start: the existing file may be incomplete.
             write(store.spec_path, json.dumps(spec.to_json()).encode())
             _Preparation(store, workers).run()
             remove_left(store.parts)
@@ -66,13 +66,13 @@ def prepare(spec: Spec, cache_dir: Path, workers: int | None = None) -> Index:
 
 
 def store_of(spec: Spec, cache_dir: Path) -> Store:
-    """Return where the documents of `spec` are prepared."""
+    """Return the store in which the documents of `spec` are prepared."""
     return Store(cache_dir / f"documents-{spec.key}")
 
 
 @dataclass
 class _Preparation:
-    """The preparation of all parts, as one process sees it."""
+    """The preparation of all parts, as seen by one process."""
 
     store: Store
     workers: int | None
@@ -113,7 +113,7 @@ class _Preparation:
 
     @contextmanager
     def _started(self) -> Iterator[subprocess.Popen[bytes]]:
-        """Run a worker, which ends with this process."""
+        """Run a worker that ends with this process."""
         process = subprocess.Popen(
             [sys.executable, "-m", worker.__name__, str(self.store.directory)],
             stdin=subprocess.PIPE,
@@ -150,11 +150,11 @@ class _Preparation:
             raise StoppedError("the preparation of documents was asked to stop; it continues at the next start")
 
     def _is_alive(self, process: subprocess.Popen[bytes]) -> bool:
-        """Whether a worker is running.
+        """Return whether a worker is running.
 
         Raises:
-            DataError: it has ended with an error.
-            OSError: the file system has refused.
+            DataError: the worker has ended with an error.
+            OSError: the file system has failed in the worker.
         """
         code = process.poll()
         if code:
@@ -174,7 +174,7 @@ class _Preparation:
 
 
 class _Progress:
-    """One line about a preparation, again and again; printed by the first rank."""
+    """Print the progress of a preparation repeatedly, on the first rank."""
 
     def __init__(self, of: _Preparation) -> None:
         self.of, self.spec = of, of.store.spec
@@ -186,11 +186,11 @@ class _Progress:
 
     @property
     def seconds(self) -> float:
-        """Since the beginning."""
+        """Return the seconds since the beginning."""
         return time.monotonic() - self.began
 
     def show(self, pending: list[int]) -> None:
-        """Print how far it is, if it is time to."""
+        """Print the progress if a line is due."""
         left = sum(self.spec.bytes[number] for number in pending)
         total = max(1, sum(self.spec.bytes))
         now = time.monotonic()
@@ -209,7 +209,7 @@ class _Progress:
         self.printed, self.shown = now, True
 
     def end(self) -> None:
-        """Print what this process has done."""
+        """Print a summary of the work of this process."""
         if self.of.documents and not self.silent:
             self._print(
                 f"prepared {self.of.documents:,} documents ({self.of.tokens:,} tokens) of "
@@ -230,10 +230,10 @@ def _shortened(files: list[str]) -> str:
 
 
 def _write_index(store: Store, folder: Path) -> None:
-    """Join what the parts say of their documents.
+    """Join the indices of all parts.
 
     Raises:
-        DataError: there is no document in them.
+        DataError: there is no document in them, or no chat has a turn to train on.
     """
     spec = store.spec
     parts = [read_json(store.part(number) / "part.json") for number in range(len(spec.parts))]
@@ -278,7 +278,7 @@ def _write_index(store: Store, folder: Path) -> None:
 
 def _array(path: Path, kind: Any, size: int) -> Any:
     made = np.lib.format.open_memmap(path, "w+", kind, (size,))
-    with open(path, "rb+") as file:  # a full disk is an error here; behind a memory map it would end the process
+    with open(path, "rb+") as file:  # a full disk is an error here; in a memory map it would kill the process
         os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     return made
 
@@ -287,7 +287,7 @@ _PER_DOCUMENT = (("lines", np.uint32), ("held", np.bool_))
 
 
 def _slices(spec: Spec, parts: list[Any]) -> tuple[Any, list[list[int]]]:
-    """Return the rows of `slices.npy`, and the lines of the file before each slice of each part."""
+    """Return the rows of `slices.npy`, and the number of earlier lines in the file for each slice of each part."""
     rows, first = [], 0
     starts: list[list[int]] = []
     lines: Counter[int] = Counter()
@@ -302,7 +302,7 @@ def _slices(spec: Spec, parts: list[Any]) -> tuple[Any, list[list[int]]]:
 
 
 def _log_dropped(store: Store, starts: list[list[int]], folder: Path) -> None:
-    """Write what was dropped, with the names of the files and the lines in them."""
+    """Write the dropped documents with file names and the line numbers in these files."""
     spec = store.spec
     with open(folder / "dropped.jsonl", "w") as log:
         for number, slices in enumerate(spec.parts):
@@ -331,7 +331,7 @@ def _report(spec: Spec, offsets: Any, dropped: Counter[str], held: Any) -> dict[
 
 
 def _nothing(store: Store, dropped: Counter[str]) -> str:
-    """Say why no document could be used."""
+    """Explain why no document could be used."""
     logs = ((number, store.part(number) / "dropped.jsonl") for number in range(len(store.spec.parts)))
     found = next(((number, log) for number, log in logs if log.stat().st_size), None)
     if found is None:

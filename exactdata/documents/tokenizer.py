@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, a tokenizer.json of the library `tokenizers`, or the folder of a Hugging Face model."""
+"""Load tokenizers: bytes, a tokenizer.json of the library `tokenizers`, or the folder of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 PIECE = 1 << 23
-"""Characters that are tokenized at once: a token takes about 90 bytes meanwhile. Longer texts are cut behind a line."""
+"""Characters tokenized at once: each token takes about 90 bytes of memory. Longer texts are cut after a line."""
 Spans = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """What decides on the tokens of a text, as it is kept beside them.
+    """The parameters that determine the tokens of a text, as they are stored with the tokens.
 
     Attributes:
-        json: the tokenizer; empty for bytes.
-        end: the number of the token behind each document; None: there is none.
+        json: the tokenizer.json; empty for bytes.
+        end: the token after each document; None: no token.
         vocab_size: one more than the largest token.
-        chat_template: in Jinja, for messages.
-        names: what the template may call `bos_token`, `eos_token` and so on.
+        chat_template: template of messages, in Jinja.
+        names: the values of `bos_token`, `eos_token` and similar names in the template.
     """
 
     json: str
@@ -49,26 +49,26 @@ class TokenizerSpec:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The smallest unsigned type of the tokens, of 1, 2 or 4 bytes."""
+        """Return the smallest unsigned dtype that holds all tokens, of 1, 2 or 4 bytes."""
         return np.min_scalar_type(self.vocab_size - 1)
 
     def to_json(self) -> dict[str, Any]:
-        """Describe it by small values; the tokenizer by its digest."""
+        """Return a short JSON-serializable description, with a digest of the tokenizer."""
         library = "" if not self.json else imported("tokenizers", "a tokenizer.json").__version__
         digest = hashlib.blake2b(self.json.encode(), digest_size=16).hexdigest() if self.json else BYTES
         return {"tokenizer": digest, "tokenizers": library, "end": self.end, "vocab_size": self.vocab_size}
 
 
 def load(tokenizer: str | Path, end_token: str, chat_template: str | None) -> TokenizerSpec:
-    """Read a tokenizer.
+    """Load a tokenizer.
 
     Args:
-        tokenizer: `bytes`, a tokenizer.json, or a folder that has one, or that transformers can convert.
-        end_token: the token behind each document; `none`, or `auto`: that of the folder, or a well-known one.
-        chat_template: in Jinja, or a file; None: the folder's, or ChatML.
+        tokenizer: `bytes`, a tokenizer.json, or a folder that has one or that transformers can convert.
+        end_token: the token after each document; `none`; or `auto`: the end token of the folder, or a well-known one.
+        chat_template: a template in Jinja, or its file; None: the template of the folder, or ChatML.
 
     Raises:
-        DataError: it is missing or damaged, or has no such token.
+        DataError: the tokenizer is missing or damaged, or has no such token.
     """
     template = _template(chat_template)
     if str(tokenizer) == BYTES:
@@ -101,7 +101,7 @@ def _made(text: str, path: Path) -> Any:
         made = library.Tokenizer.from_str(text)
     except Exception as error:  # noqa: BLE001 the library raises plain Exception
         raise DataError(f"tokenizer={path}: not a tokenizer.json ({str(error)[:200]}): use another file") from None
-    made.no_truncation()  # which would drop tokens, and is often left in the file
+    made.no_truncation()  # many files have it turned on, and it would drop tokens
     made.no_padding()
     return made
 
@@ -141,7 +141,7 @@ def _end(wanted: str, vocabulary: dict[str, int], config: dict[str, Any], path: 
 
 
 def _stored(template: Any, path: Path) -> str | None:
-    """Return the chat template of a folder, which may have several by name: then the default one.
+    """Return the chat template of a folder. If it has several, return the one named `default`.
 
     Raises:
         DataError: none of them is the default.
@@ -158,7 +158,7 @@ def _stored(template: Any, path: Path) -> str | None:
 
 
 def _content(token: Any) -> str:
-    """Return a token that a tokenizer_config.json holds, as a text or with its options; empty if there is none."""
+    """Return a token of a tokenizer_config.json, stored as text or with options; empty if there is none."""
     return str(token.get("content", "") if isinstance(token, dict) else token or "")
 
 
@@ -184,10 +184,10 @@ class Encoded:
 
 
 class Encoder:
-    """Turns texts and chats into tokens.
+    """Convert texts and chats to tokens.
 
     Args:
-        spec: of the tokenizer.
+        spec: the tokenizer.
         train_on: the roles whose messages are trained on.
     """
 
@@ -197,7 +197,7 @@ class Encoder:
         self._tail = np.array([] if spec.end is None else [spec.end], spec.dtype)
 
     def texts(self, texts: Sequence[str]) -> list[Encoded]:
-        """Encode texts, each with the end token behind it."""
+        """Encode texts, and append the end token to each."""
         if self._tokenizer is None:
             found = [np.frombuffer(text.encode(), np.uint8) for text in texts]
         else:
@@ -207,7 +207,7 @@ class Encoder:
         return [Encoded(self._ended(tokens)) for tokens in found]
 
     def _long(self, text: str) -> Any:
-        """Encode a text in pieces, with the special tokens around the whole of it."""
+        """Encode a text in pieces, with the special tokens around all of it."""
         assert self._tokenizer is not None
         pieces = self._tokenizer.encode_batch_fast(_pieces(text), add_special_tokens=False)
         return self._tokenizer.post_process(type(pieces[0]).merge(pieces, growing_offsets=False))
@@ -228,11 +228,11 @@ class Encoder:
             ends = np.array([len(text[:at].encode()) for span in spans for at in span], np.int64)
             begins = np.arange(len(tokens))
         else:
-            encoded = self._of_chats.encode(text, add_special_tokens=False)  # which the template writes
+            encoded = self._of_chats.encode(text, add_special_tokens=False)  # the template writes them
             tokens = np.array(encoded.ids, self.spec.dtype)
             begins = np.array([begin if end > begin else -1 for begin, end in encoded.offsets], np.int64)
             ends = np.array([at for span in spans for at in span], np.int64)
-        # An odd number of ends before a token: it begins within a span.
+        # A token begins within a span if the number of bounds before it is odd.
         trained = (np.searchsorted(ends, begins, side="right") % 2).astype(bool)
         whole = self._ended(tokens)
         if len(whole) > len(tokens):
@@ -241,7 +241,7 @@ class Encoder:
 
     @cached_property
     def _of_chats(self) -> Any:
-        """The tokenizer without its post-processor, which moves the offsets of blanks."""
+        """Return the tokenizer without its post-processor, which moves the offsets of blanks."""
         made = _made(self.spec.json, Path("tokenizer.json"))
         made.post_processor = None
         return made
@@ -261,7 +261,7 @@ class Encoder:
             raise DataError(f"the chat template is damaged ({error}): set chat_template") from error
 
     def _render(self, messages: Any) -> tuple[str, Spans] | Broken:
-        """Write the text of a chat, and where it is trained on: what each such turn adds to the prompt before it."""
+        """Render a chat, and find the spans to train on: the text that each such turn adds to its prompt."""
         if not _is_chat(messages):
             return Broken("wrong type: no list of messages with role and content", type(messages).__name__)
         spans: Spans = []
@@ -299,7 +299,7 @@ def _refuse(message: str) -> None:
 
 
 def _pieces(text: str) -> list[str]:
-    """Cut a text that is too long to be tokenized at once, behind the ends of lines where there are any."""
+    """Cut a text that is too long to be tokenized at once, at the ends of lines where there are any."""
     found, start = [], 0
     while len(text) - start > PIECE:
         stop = text.rfind("\n", start, start + PIECE) + 1 or start + PIECE

@@ -1,6 +1,6 @@
-"""Prepare parts: read the documents of each, tokenize them, and write token shards. `python -m` runs it as a process.
+"""Prepare parts: read their documents, tokenize them, and write token shards. `python -m` runs it as a process.
 
-A process of its own imports no torch, and leaves no threads in a process that forks later.
+A separate process does not import torch, and leaves no threads in a process that forks later.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from exactdata.documents.tokenizer import Encoded, Encoder
 from exactdata.errors import DataError, UserError
 
 AT_ONCE = 1 << 20
-"""Characters that are tokenized in one call."""
+"""Characters tokenized in one call."""
 HELD_OUT = 20
-"""One of so many documents is held out."""
+"""One of this many documents is held out."""
 Tell = Callable[[dict[str, Any]], None]
 
 
 def work(store: Store, tell: Tell) -> None:
-    """Prepare parts until all are complete or in the hands of others.
+    """Prepare parts until every part is complete or claimed by another process.
 
     Args:
-        store: with its spec.
-        tell: is called with the documents, tokens and bytes of each batch.
+        store: the preparation, with its spec.
+        tell: is called with the numbers of documents and tokens of each batch.
 
     Raises:
         DataError: a file is missing or has changed.
-        OSError: the file system refuses.
+        OSError: the file system fails.
     """
     spec = store.spec
     encoder = Encoder(spec.tokenizer, spec.train_on)
@@ -55,7 +55,7 @@ def work(store: Store, tell: Tell) -> None:
 
 @dataclass
 class _Part:
-    """One part while it is written."""
+    """Write one part."""
 
     spec: Spec
     number: int
@@ -69,7 +69,6 @@ class _Part:
     digest: Any = field(default_factory=xxhash.xxh3_128)
 
     def write(self, folder: Path) -> None:
-        """Write all files of the part."""
         with ExitStack() as opened:
             self.tokens: BinaryIO = opened.enter_context(open(folder / "tokens.bin", "wb"))
             self.log: BinaryIO = opened.enter_context(open(folder / "dropped.jsonl", "wb"))
@@ -88,7 +87,7 @@ class _Part:
         (folder / "part.json").write_text(json.dumps(meta))
 
     def _slice(self, at: int, file: int, start: int, stop: int) -> tuple[int, int]:
-        """Write the documents of a slice; return how many there are, and the lines that were read."""
+        """Write the documents of a slice; return the number of documents written, and of lines read."""
         before, last, size = len(self.lengths), 0, 0
         batch: list[tuple[int, Any]] = []
         self.spec.check_unchanged(file)
@@ -106,7 +105,7 @@ class _Part:
         return len(self.lengths) - before, last
 
     def _read(self, file: int, start: int, stop: int) -> Iterator[Found]:
-        """Yield the documents of a slice; tell an error of the source from one of the cache."""
+        """Yield the documents of a slice. Turn an OSError into a DataError that names the source, not the cache."""
         try:
             yield from read(Path(self.spec.files[file]), start, stop, self.spec.column)
         except OSError as error:
@@ -149,13 +148,13 @@ class _Part:
                 continue
             self.lengths.append(len(each.tokens))
             self.lines.append(line)
-            # By content, so that a document that is there twice is on one side.
+            # By content, so that copies of a document are all held out or all trained on.
             self.held.append(xxhash.xxh3_64_intdigest(each.tokens) % HELD_OUT == HELD_OUT - 1)
             yield each
 
 
 def _end_with_parent() -> None:
-    """End this process when its standard input is closed: the process that started it has ended, however it did."""
+    """End this process when its standard input is closed, because then the process that started it has ended."""
     while os.read(0, 1):
         pass
     os._exit(1)
