@@ -1,8 +1,8 @@
 """ElasticSampler: the same global sequence of samples for any number of ranks, batches and workers.
 
-The sequence itself is `exactdata.order.sequence.ElasticSequence`. This module adds one rank's part of it, the state,
-and changes during a run. Rank r of N takes positions start + r, start + r + N, ...: a micro-batch of all ranks is a
-range of positions, so between steps exactly a prefix of the sequence is consumed.
+The sequence is `exactdata.order.sequence.ElasticSequence`. This module adds the part of one rank, the state, and
+changes during a run. Rank r of N takes positions start + r, start + r + N, ... A micro-batch of all ranks is therefore
+a range of positions, and the samples consumed between steps are exactly a prefix of the sequence.
 
 Does not import torch.
 """
@@ -85,18 +85,18 @@ _MESSAGE = (
 )
 
 FIRST = 256  # samples in the first block
-MOST = 8192  # samples in a block; in a larger one a sample costs no less
+MOST = 8192  # samples in a block; a larger block would not make a sample cheaper
 
 
 @dataclass
 class Iteration:
-    """The progress of one iteration. Older iterations keep their own and may be continued.
+    """The progress of one iteration. Each iteration has its own, so an older iteration may be continued.
 
     Attributes:
         start: position at which the iteration began.
         counted: samples of this rank before `start` that the loaded state has counted.
         drawn: samples of this rank that were drawn.
-        follow: returns how many of them the loader has yielded; None: all.
+        follow: returns how many of the drawn samples the loader has yielded; None: all.
     """
 
     start: int = 0
@@ -106,7 +106,7 @@ class Iteration:
 
     @property
     def yielded(self) -> int:
-        """Samples of this rank that the iteration has yielded."""
+        """Return the number of samples of this rank that the iteration has yielded."""
         return self.drawn if self.follow is None else self.follow()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,12 +114,12 @@ class Iteration:
 
 
 class ElasticIterator(Iterator[Any]):
-    """Draws one iteration; implements `exactdata.loading.index_stream.ChangingIndices` for loaders that draw ahead.
+    """Draw one iteration. Implements `exactdata.loading.index_stream.ChangingIndices` for loaders that draw ahead.
 
     Args:
         sampler: the sampler.
         iteration: where the iteration begins.
-        draw: returns a generator of what follows the samples drawn so far.
+        draw: returns a generator of the items after the samples drawn so far.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class ElasticIterator(Iterator[Any]):
 
     @property
     def version(self) -> int:
-        """Grows with every change of the order."""
+        """Return a number that grows with every change of the order."""
         return self._sampler.order_version
 
     def follow(self, yielded: Callable[[], int]) -> None:
@@ -157,9 +157,9 @@ class ElasticSampler:
         sizes: samples by source name, in the order of the MixtureDataset.
         weights: by source name (every source; 0 leaves it out), or one per source in the order of `sizes`.
         global_batch_size: samples of one step over all ranks, a multiple of num_replicas. It does not affect the order.
-        num_replicas: number of ranks; default: of torch.distributed, or 1.
-        rank: this rank; default: of torch.distributed, or 0.
-        seed: of everything random in the order.
+        num_replicas: number of ranks; None: the world size of torch.distributed, or 1.
+        rank: this rank; None: the rank in torch.distributed, or 0.
+        seed: seed of everything random in the order.
         temperature: shares are proportional to weight^(1/temperature).
         segments: planned changes of weights, as Segments, mappings, or tuples (start, weights, temperature). Sources
             that a segment does not name keep their base weight.
@@ -168,20 +168,20 @@ class ElasticSampler:
         exclude: samples to leave out from now on: `NAME:INDEX`, `NAME:FIRST-LAST` or `positions:FIRST-LAST`, both ends
             inclusive.
         samples: end after this many samples of the run, counted over all ranks. It does not affect the order, and may
-            differ after a resume. Each rank gets the same number: what is left over is dropped.
-        epochs: the same as a multiple of the sizes of all sources with a positive weight; pass one of the two, or none.
-        epoch_samples: samples of one pass, counted over all ranks: an iteration ends with the pass that it is in, and
+            differ after a resume. Each rank gets the same number; the remainder is dropped.
+        epochs: `samples` as a multiple of the sizes of all sources with a positive weight; pass at most one of the two.
+        epoch_samples: samples of one pass, counted over all ranks. An iteration ends at the end of its pass, and
             `set_epoch(e)` goes to position e * epoch_samples. It does not affect the order, and may differ after a
-            resume. Samples too few for all ranks come first in the next pass. None: one pass for all.
-        shuffle: False gives each source in its own order, epoch after epoch; the interleaving is unaffected.
+            resume. Samples too few for all ranks come first in the next pass. None: the whole order is one pass.
+        shuffle: False: yield each source in its stored order, epoch after epoch. The interleaving stays the same.
         allow_data_change: let `load_state_dict` accept a state that was saved with other weights, segments, caps or
-            sources. What was consumed stays; this sampler's plan holds from there on.
+            sources. Samples already consumed stay as they are; this sampler's plan applies from there on.
 
     Attributes:
         order: the `ElasticSequence`, with lookups of shares, keys and epochs at any position.
         order_version: grows with every change of the order.
         sizes: samples by source name.
-        limit: the position at which the sampler ends, if it was given; None: that of the order, if it has one.
+        limit: the position at which `samples` or `epochs` ends the sampler; None: only the order may end it.
 
     Raises:
         SamplerError: unknown sources, invalid weights, or a global batch that the ranks cannot share evenly.
@@ -224,7 +224,7 @@ class ElasticSampler:
                 f"epoch_samples {epoch_samples}: it must be at least {self.num_replicas}, one per replica"
             )
         self._position = 0  # where the next iteration starts, unless a skip is set
-        self._counted = 0, self.num_replicas  # samples per rank in the loaded state, and its number of ranks
+        self._counted = 0, self.num_replicas  # samples per rank in the loaded state, and its ranks
         self._iteration = Iteration()
         self._skip = 0
         self._fixed: tuple[ElasticSequence, dict[str, Any], str] | None = None  # see `_fixed_state`
@@ -238,7 +238,7 @@ class ElasticSampler:
             self._set_order(self._plan.segments, excluded_from(self._plan.exclude, 0, self.order.key_ranges))
 
     def _limit_of(self, samples: int | None, epochs: float | None) -> int | None:
-        """The position at which the sampler ends; None: that of the order, if it has one."""
+        """Return the position at which `samples` or `epochs` ends the sampler; None: neither was passed."""
         if samples is not None and epochs is not None:
             raise SamplerError(f"samples={samples!r} and epochs={epochs!r}: pass one of the two")
         if samples is not None:
@@ -256,28 +256,28 @@ class ElasticSampler:
     # --- iteration -------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin the next iteration at pass `epoch`, unless a state was loaded that stands within it.
+        """Begin the next iteration at pass `epoch`, unless a loaded state is within that pass.
 
-        Without `epoch_samples` it does nothing: epochs belong to the sources, and the order runs through them.
+        Do nothing without `epoch_samples`: epochs then belong to the sources, and the order runs through them.
 
         Raises:
-            SamplerError: `epoch` is no integer of 0 or more.
+            SamplerError: `epoch` is not an integer of 0 or more.
         """
         if self.epoch_samples is not None and self.pass_of(self._position) != integer("epoch", epoch, 0):
             self._position, self._counted, self._skip = epoch * self.epoch_samples, (0, self.num_replicas), 0
 
     def pass_of(self, position: int) -> int:
-        """The pass to which the samples from a position on belong, from 0; those too few for all ranks to the next."""
+        """Return the pass, from 0, of samples from `position` on. A rest too small for all ranks is of the next."""
         return 0 if self.epoch_samples is None else (position + self.num_replicas - 1) // self.epoch_samples
 
     def set_skip(self, skip: int) -> None:
         """Leave out the first `skip` samples of this rank, in the next iteration only.
 
-        After `load_state_dict`, samples are counted from where the saving run counted them: a loader that skips all it
-        has counted, on top of the state, does not skip the samples in the state twice.
+        After `load_state_dict`, `skip` includes the samples that the state counts. A loader that skips all samples it
+        has counted therefore does not skip the samples in the state twice.
 
         Raises:
-            SamplerError: a negative skip, or one that would land before position 0.
+            SamplerError: a negative skip, or one that would lead to a position before 0.
         """
         skip = integer("skip", skip, 0)
         counted, replicas = self._counted
@@ -289,9 +289,9 @@ class ElasticSampler:
         self._skip = skip
 
     def __len__(self) -> int:
-        """Samples of this rank in the whole iteration, including those that a loaded state counts.
+        """Return the samples of this rank in the whole iteration, including those that a loaded state counts.
 
-        It is therefore the same before and after a resume, which is what the progress of a training loop refers to.
+        It is the same before and after a resume, as the progress bar of a training loop needs it.
 
         Raises:
             TypeError: the order is endless.
@@ -305,7 +305,7 @@ class ElasticSampler:
         return self._iteration.counted + max(0, stop - self._iteration.start) // self.num_replicas
 
     def samples_left_after(self, samples: int) -> int:
-        """Samples that this rank still gets after `samples` samples of the current iteration.
+        """Return how many samples this rank still gets after `samples` samples of the current iteration.
 
         Raises:
             TypeError: the order is endless.
@@ -313,7 +313,7 @@ class ElasticSampler:
         return len(self) - self._iteration.counted - samples
 
     def _stop(self, iteration: Iteration) -> int | None:
-        """The position at which an iteration ends; None: never."""
+        """Return the position at which an iteration ends; None: never."""
         ends = [end for end in (self.order.total, self.limit) if end is not None]
         if self.epoch_samples is not None:
             ends.append((self.pass_of(iteration.start) + 1) * self.epoch_samples)
@@ -323,7 +323,7 @@ class ElasticSampler:
         return ElasticIterator(self, self._start_iteration(), self._integers)
 
     def iter_batches(self, batch_size: int, drop_last: bool) -> Iterator[I64]:
-        """The same sequence as `__iter__`, as arrays. Uses up the skip like `__iter__`.
+        """Yield the sequence of `__iter__` as arrays. Uses up the skip like `__iter__`.
 
         Args:
             batch_size: samples per array, at least 1.
@@ -343,7 +343,7 @@ class ElasticSampler:
         return self._iteration
 
     def _remaining(self, iteration: Iteration, drawn: int) -> int:
-        """Samples that each rank still gets. Final positions too few for all ranks are dropped."""
+        """Return the number of samples that each rank still gets. Final positions too few for all ranks are dropped."""
         stop = self._stop(iteration)
         return ((END if stop is None else stop) - iteration.start) // self.num_replicas - drawn
 
@@ -357,7 +357,7 @@ class ElasticSampler:
     # --- lookups ---------------------------------------------------------------------------------
 
     def positions(self, first: int, count: int) -> I64:
-        """Positions in the run of this rank's samples [first, first + count) of the current iteration.
+        """Return the positions in the run of this rank's samples [first, first + count) of the current iteration.
 
         Returns:
             int64 of shape (count,).
@@ -369,7 +369,7 @@ class ElasticSampler:
         return np.arange(start + first * replicas, start + (first + count) * replicas, replicas, dtype=np.int64)
 
     def sample_keys(self, first: int, count: int) -> U64:
-        """A 64-bit identity, a hash of (seed, source, key), of each of the samples that `positions` describes.
+        """Return a 64-bit hash of (seed, source, key) for each of the samples at `positions(first, count)`.
 
         Returns:
             uint64 of shape (count,).
@@ -377,7 +377,7 @@ class ElasticSampler:
         return self.order.sample_keys(self.positions(first, count))
 
     def indices_at(self, positions: I64) -> I64:
-        """Dataset index of the sample at each position of the run, int64 of the same shape (count,)."""
+        """Return the dataset index of the sample at each position of the run, int64 of the same shape (count,)."""
         return self.order.indices_at(positions)
 
     def locate(self, position: int | I64) -> tuple[Any, Any, Any]:
@@ -406,8 +406,8 @@ class ElasticSampler:
             epoch: epoch of the source, or an array. Scalars are broadcast.
 
         Returns:
-            The position in the run, or int64 positions of shape (count,); -1 for a sample that is never consumed:
-            it is excluded or capped, or its source is no longer drawn, or all positions below 2^62 come before it.
+            The position in the run, or int64 positions of shape (count,); -1 for a sample that is never consumed: it is
+            excluded or capped, its source is no longer drawn, or it would come after position 2^62.
 
         Raises:
             SamplerError: an unknown source, or an index or epoch that it does not have.
@@ -448,7 +448,7 @@ class ElasticSampler:
         segments = self.order.segments
         current = segment_at(segments, at)
         named = weights_by_name(weights, self.sizes, self._base.weights)
-        is_now = at == self._position_after(self._iteration.yielded)  # nothing can come to stand before it
+        is_now = at == self._position_after(self._iteration.yielded)  # no other change can be inserted before it
         if is_now and (named, temperature) == (current.weights, current.temperature):
             return
         segment = replace(current, start=at, weights=named, temperature=temperature)
@@ -460,7 +460,7 @@ class ElasticSampler:
         """Leave out more samples from `position` on.
 
         Args:
-            texts: as the constructor's `exclude`. Positions are those of the order as it is before this call.
+            texts: as the constructor's `exclude`. Positions refer to the order before this call.
             position: as for `update_weights`.
 
         Raises:
@@ -472,7 +472,7 @@ class ElasticSampler:
         self._set_order(self.order.segments, self.order.exclusions + added)
 
     def _first_changeable(self, position: int | None) -> int:
-        """Where a change begins: at `position`, or at the first one that the current iteration has not yielded."""
+        """Return where a change begins: at `position`, or at the first position that was not yet yielded."""
         reached = self._position_after(self._iteration.yielded)
         if position is None:
             return reached
@@ -484,7 +484,7 @@ class ElasticSampler:
         return position
 
     def _position_after(self, samples: int) -> int:
-        """The position after `samples` samples of each rank in the current iteration."""
+        """Return the position after `samples` samples of each rank in the current iteration."""
         return self._iteration.start + samples * self.num_replicas
 
     def _set_order(
@@ -509,27 +509,27 @@ class ElasticSampler:
     # --- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after all samples that the current iteration has yielded; see `state_dict_at`."""
+        """Return the state after all samples that the current iteration has yielded; see `state_dict_at`."""
         return self.state_dict_at(self._iteration.yielded)
 
     def state_dict_at(self, samples: int) -> dict[str, Any]:
-        """The state after `samples` samples of each rank in the current iteration; JSON-serializable.
+        """Return the state after `samples` samples of each rank in the current iteration; JSON-serializable.
 
-        It contains the global position, so after `load_state_dict` no skip is needed, whatever the number of ranks. A
-        loader that skips all samples it has counted reaches the same position, because the state also records how many
-        samples per rank it counts; see `set_skip`.
+        It contains the global position, so no skip is needed after `load_state_dict`, on any number of ranks. A loader
+        that skips all samples it has counted reaches the same position, because the state also records how many samples
+        per rank it counts; see `set_skip`.
         """
         fixed, digest = self._fixed_state()
         position, counted = self._position_after(samples), self._iteration.counted + samples
         if self.pass_of(position) != self.pass_of(self._iteration.start):
-            counted = 0  # of the next pass
+            counted = 0  # the state is in the next pass
         return {**fixed, "position": position, "samples": counted, "seal": _seal(digest, position, counted)}
 
     def _fixed_state(self) -> tuple[dict[str, Any], str]:
-        """The state without what changes with every sample, and its digest: made once for each order.
+        """Return the part of a state that is the same at all samples, and its digest, made once for each order.
 
-        What describes the order is a text (without its segments if they are those of the plan), so that a state costs
-        the same however many segments there are, and nothing that is done to a state reaches another one.
+        The order is packed into one text, without its segments if they are those of the plan. A state then costs the
+        same for any number of segments, and changing one state cannot change another.
         """
         if self._fixed is None or self._fixed[0] is not self.order:
             same = self.order.segments is self._plan.segments
@@ -581,7 +581,7 @@ class ElasticSampler:
         self._adopt(state)
 
     def changes_from(self, state: Mapping[str, Any]) -> list[str]:
-        """How this sampler's plan differs from that of an `opened_state`, one message per difference."""
+        """List the differences between this sampler's plan and that of an `opened_state`, one message each."""
         known = set(state["sizes"]) - set(state["retired"])
         changes = [f"source {name!r} is new" for name in self.sizes if name not in known]
         changes += [f"source {name!r} is retired" for name in sorted(known) if name not in self.sizes]
@@ -613,16 +613,18 @@ def drawn_in_blocks(
     left_after: Callable[[int], int],
     positions: Callable[[int, int], I64],
 ) -> Iterator[I64]:
-    """Yield the indices of one batch after another, int64 of shape (batch_size,).
+    """Yield batches of indices, int64 of shape (batch_size,), looked up in blocks.
 
-    A lookup is some hundred numpy calls, which cost as much for 16 samples as for 500: batches are looked up in blocks.
-    A block begins small and grows, so that neither the first batch nor one after a change waits for many others.
+    A lookup is about a hundred numpy calls, which cost as much for 16 samples as for 500. Blocks begin small and grow,
+    so that neither the first batch nor a batch after a change waits for many others.
 
     Args:
-        sampler: with the order, which may change after any batch.
+        sampler: the sampler; its order may change after any batch.
         iteration: its `drawn` counts the samples that are yielded.
-        left_after: how many samples are left after so many.
-        positions: those of the samples [first, first + count), from first and count.
+        batch_size: samples per batch.
+        drop_last: leave out a shorter last batch.
+        left_after: returns how many samples are left after a number of samples.
+        positions: returns the positions of the samples [first, first + count), from first and count.
     """
     ahead = FIRST
     while (left := left_after(iteration.drawn)) >= (batch_size if drop_last else 1):
@@ -634,11 +636,11 @@ def drawn_in_blocks(
             yield batch
             if sampler.order is not order:
                 ahead = FIRST
-                break  # what comes now is different
+                break  # the rest of the block is outdated
 
 
 def _integers(what: str, value: Any) -> I64:
-    """An integer or a one-dimensional array of integers, as int64; what lies beyond becomes the nearest that does not.
+    """Convert an integer or a one-dimensional array of integers to int64, clipped to the int64 range.
 
     Raises:
         SamplerError: `value` is neither.
@@ -653,7 +655,7 @@ def _integers(what: str, value: Any) -> I64:
 
 
 def opened_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state with what the text of its order holds, unpacked: sizes, retired, segments, exclusions and plan.
+    """Return a state with its order unpacked: sizes, retired, segments, exclusions and plan.
 
     Raises:
         SamplerStateError: it is not a complete, unedited state of a known version.
@@ -692,12 +694,12 @@ def opened_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _seal(fixed: str, position: int, samples: int) -> str:
-    """The seal of a state, from the digest of its fixed part."""
+    """Compute the seal of a state from the digest of its fixed part."""
     return blake2b(f"{fixed} {position} {samples}".encode(), digest_size=8).hexdigest()
 
 
 def check_global_batch(global_batch_size: int, num_replicas: int) -> int:
-    """The global batch size as an integer.
+    """Return the global batch size as an integer.
 
     Raises:
         SamplerError: it is not a multiple of `num_replicas`; the message names the nearest multiples.

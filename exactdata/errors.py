@@ -1,4 +1,4 @@
-"""Errors that a user can fix, in one line each. Imports neither torch nor numpy."""
+"""Define errors that a user can fix, in one line each. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class UserError(Exception):
 
 
 class DataError(UserError, ValueError):
-    """The data are missing, malformed, or not as the arguments say. The message names the source or the file."""
+    """The data are missing, malformed, or do not match the arguments. The message names the source or the file."""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` for the valid name nearest to `name`, or an empty string."""
+    """Return ` (did you mean 'x'?)` for the valid name nearest to `name`, or an empty string."""
     close = difflib.get_close_matches(name, list(valid), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,7 +1,4 @@
-"""The global random generators of Python, numpy and torch in this process: saved, put back, seeded and lent.
-
-Importing this module imports no torch.
-"""
+"""Save, restore and seed the global random generators of Python, numpy and torch in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ _numpy: Any = np.random  # its type hints lack two functions
 
 
 class States(NamedTuple):
-    """The states of the global generators, and which generator numpy's functions draw from."""
+    """The states of the global generators, with the bit generator that numpy's functions draw from."""
 
     python: Any
     numpy: tuple[Any, Any]
@@ -26,12 +23,12 @@ class States(NamedTuple):
 
 
 def seed_of(*parts: object) -> int:
-    """A 63-bit seed that depends on all of `parts`."""
+    """Return a 63-bit seed that depends on all of `parts`."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def states(gpus: bool = False) -> States:
-    """Save the states of all three; with `gpus` those of CUDA, too, once it is in use."""
+    """Return the states of all three generators; with `gpus` also of CUDA's generators, once CUDA is in use."""
     import torch
 
     on_gpus = torch.cuda.default_generators if gpus and _in_use(torch.cuda) else ()
@@ -44,7 +41,7 @@ def states(gpus: bool = False) -> States:
 
 
 def put_back(before: States) -> None:
-    """Undo every draw and every seed since `before` was taken."""
+    """Restore the generators to the states in `before`."""
     import torch
 
     random.setstate(before.python)
@@ -57,9 +54,9 @@ def put_back(before: States) -> None:
 
 
 def seed(key: int, gpus: bool = False) -> None:
-    """Seed all three from 64 bits; with `gpus` that of the current GPU, too, once CUDA is in use.
+    """Seed all three generators from 64 bits; with `gpus` also the current GPU's generator, once CUDA is in use.
 
-    numpy's and torch's are the same generator, which begins with 32 bits: each has other ones.
+    numpy's and torch's generators are the same algorithm, seeded from 32 bits. Each gets a different half of `key`.
     """
     import torch
 
@@ -72,7 +69,7 @@ def seed(key: int, gpus: bool = False) -> None:
 
 @contextmanager
 def lent() -> Iterator[None]:
-    """Whatever the block draws, and however it seeds them: afterwards all are as before, those of CUDA too."""
+    """Restore all generators, CUDA's included, at the end of the block, whatever the block draws or seeds."""
     before = states(gpus=True)
     try:
         yield
@@ -81,7 +78,7 @@ def lent() -> Iterator[None]:
 
 
 class Generators:
-    """Global generators of a thing's own: those of this process are exchanged for them while it draws."""
+    """A separate set of global generators, which replaces the global generators of this process during a block."""
 
     def __init__(self, key: int) -> None:
         self._key = key
@@ -89,7 +86,7 @@ class Generators:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Until the block ends; the next block continues where it did."""
+        """Use these generators until the block ends. The next block continues their streams."""
         outside = states()
         if self._state is None:
             seed(self._key)
@@ -103,7 +100,7 @@ class Generators:
 
 
 def drawn_from(before: States) -> str:
-    """The names of the generators that have moved since `before`; empty if none has."""
+    """Return the names of the generators that have moved since `before`; empty if none has."""
     import torch
 
     after = states()

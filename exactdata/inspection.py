@@ -1,7 +1,7 @@
 """Answer questions about the data order of any checkpoint that holds a state of this package's loaders.
 
-The checkpoint may be of any trainer: a file that `torch.save` or `json` wrote. Its weights are read as data, so that
-nothing in it is executed. The data are not read.
+Any trainer's checkpoint works: a file that `torch.save` or `json` wrote. It is loaded as plain data, so that nothing in
+it is executed. The datasets are not read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from exactdata.errors import UserError, nearest
 from exactdata.order.sequence import ElasticSequence
 
 MOST = 1 << 20
-"""Positions that one question may ask for."""
+"""The most positions that one question may ask for."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def find_states(value: Any) -> Iterator[dict[str, Any]]:
     """Yield every state of an elastic sampler in a checkpoint, unpacked; see `exactdata.elastic.opened_state`.
 
     Args:
-        value: what the checkpoint holds: mappings, lists, and texts that are JSON.
+        value: content of the checkpoint: mappings, lists, and texts that are JSON.
 
     Raises:
         SamplerStateError: a state was truncated or edited.
@@ -82,7 +82,7 @@ def _states_of(path: Path) -> list[dict[str, Any]]:
     """Read the states in a file.
 
     Raises:
-        UserError: it cannot be read, or holds none.
+        UserError: the file cannot be read, or holds no state.
     """
     found = list({state["seal"]: state for state in find_states(_read(path))}.values())  # Lightning may save it twice
     if not found:
@@ -115,7 +115,7 @@ def _read(path: Path) -> Any:
 
 
 def sequence_of(state: Mapping[str, Any]) -> ElasticSequence:
-    """Make the order of a state that `opened_state` returned."""
+    """Construct the order of a state that `opened_state` returned."""
     return ElasticSequence(
         state["sizes"],
         state["seed"],
@@ -142,7 +142,7 @@ def _answer(options: argparse.Namespace, state: dict[str, Any]) -> tuple[Any, st
 
 
 def _range(options: argparse.Namespace, position: int) -> tuple[int, int]:
-    """The first and the last position that are asked for."""
+    """Return the first and last requested position."""
     if options.next is not None:
         first, last, given = position, position + options.next - 1, f"--next {options.next}"
     else:
@@ -196,7 +196,7 @@ def _sources(order: ElasticSequence, position: int) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[Mapping[str, Any]], title: str) -> str:
-    """Write rows with the same keys as right-aligned columns under a title."""
+    """Format rows with the same keys as right-aligned columns under a title."""
     if not rows:
         return title
     columns = [[key, *(str(row[key]) for row in rows)] for key in rows[0]]

@@ -1,6 +1,6 @@
-"""Whether this process was asked to stop, for work that takes long before training begins.
+"""Ask whether this process was asked to stop, in long work before training begins.
 
-A program that handles SIGTERM by a flag sets `requested` to a function that reads it. By default signals end the
+A program that handles SIGTERM with a flag sets `requested` to a function that reads it. By default, signals end the
 process.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class StoppedError(Exception):
-    """The process was asked to stop, and the work is not done. It continues at the next call."""
+    """The process was asked to stop before the work was complete. The next call continues it."""
 
 
 def _never() -> bool:

@@ -1,1 +1,1 @@
-"""From indices to batches: the stateful loader, its workers, its state."""
+"""Load batches from indices: the stateful loader, its workers and its state."""

@@ -1,4 +1,4 @@
-"""What is wrong with samples that cannot be collated: which of them, of which source, and their shapes."""
+"""Explain why samples cannot be collated: which samples, of which sources, and their shapes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from exactdata.errors import UserError
 
 
 class CollationError(UserError, RuntimeError):
-    """The samples of a batch do not fit each other."""
+    """The samples of a batch have different layouts."""
 
 
 def disagreement(samples: Sequence[Any], names: Sequence[str]) -> str | None:
-    """How the first sample differs from the first one of another layout; None if all have the same.
+    """Describe how the first sample differs from the first sample with another layout; None if all agree.
 
     Args:
-        names: what to call each sample.
+        samples: the samples of a batch.
+        names: how the message names each sample.
     """
     layouts = [layout(sample) for sample in samples]
     other = next((at for at, found in enumerate(layouts) if found != layouts[0]), None)
@@ -34,7 +35,7 @@ def disagreement(samples: Sequence[Any], names: Sequence[str]) -> str | None:
 
 
 def layout(sample: Any, key: str = "") -> dict[str, str]:
-    """Path within the sample -> shape and type of what is there."""
+    """Map each path within the sample to the shape and type found there."""
     if isinstance(sample, Mapping):
         parts: Any = sample.items()
     elif isinstance(sample, (list, tuple)):

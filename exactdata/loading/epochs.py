@@ -1,8 +1,4 @@
-"""Iterating over one epoch: what every way of fetching shares.
-
-`in_process`, `prefetch` and `worker_epochs` fetch in this process, in a thread and in worker processes. Each keeps an
-`EpochPosition`, which counts the batches that were yielded, not those that were prefetched.
-"""
+"""Iterate over one epoch: the base of all ways to fetch."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from exactdata.loading.randomness import Keys, keys_from_indices
 class EpochPosition:
     """How much of an epoch was yielded, counted from its start.
 
-    `base` is the number of samples at which this iteration began; a sampler by position counts from there.
+    `base` is the number of samples before this iteration. A sampler by position counts from there.
     """
 
     epoch: int = 0
@@ -33,16 +29,16 @@ class EpochPosition:
     base: int = 0
     indices: Indices | None = None  # of the last batch yielded
     first: int = 0  # samples before the last batch yielded
-    has_yielded: bool = False  # since the iteration began
-    reached: int = 0  # samples before the first one that no batch taken so far holds
+    has_yielded: bool = False  # whether a batch was yielded since the iteration began
+    reached: int = 0  # samples before the first sample that is in no batch taken so far
 
     def take(self, indices: Indices, count: int, first: int) -> None:
-        """Note that a batch was taken, whether it can be yielded or its dataset raised an error."""
+        """Record that a batch was taken, whether it can be yielded or its dataset raised an error."""
         self.indices, self.first = indices, first
         self.reached = max(self.reached, first + count)
 
     def reached_from_base(self) -> int:
-        """Samples of this iteration that were taken."""
+        """Return the number of samples of this iteration that were taken."""
         return self.reached - self.base
 
     def advance(self, indices: Indices, count: int, batches: int, first: int) -> None:
@@ -53,7 +49,7 @@ class EpochPosition:
         self.samples = first + count
 
     def advance_unordered(self, indices: Indices, count: int, first: int) -> None:
-        """Count a batch that was yielded before or after its turn: only how many were yielded is then known."""
+        """Count a batch that was yielded out of order. Only the number of samples is then known, not their place."""
         self.take(indices, count, first)
         self.has_yielded = True
         self.batches += 1
@@ -77,10 +73,10 @@ class IndexSource:
             self._version = self._changing.version
 
     def rewind_if_changed(self) -> bool:
-        """If the order has changed, go back to the first sample that no batch taken so far holds.
+        """Go back to the first sample that is in no batch taken so far, if the order has changed.
 
         Returns:
-            Whether it has: what was drawn ahead must be discarded.
+            Whether it has changed. Batches drawn ahead must then be discarded.
         """
         if self._changing is None or self._changing.version == self._version:
             return False
@@ -89,14 +85,14 @@ class IndexSource:
         return True
 
     def keys(self, indices: Indices, first: int, count: int) -> Keys:
-        """Keys for `sample_rng`: from the sampler if it has any, else a hash of the epoch's seed and the index."""
+        """Return keys for `sample_rng`: the sampler's, or else a hash of the epoch's seed and the index."""
         sampler = self.stream.sampler
         if hasattr(sampler, "sample_keys"):
             return sampler.sample_keys(first, count)  # type: ignore[no-any-return]
         return keys_from_indices(self.seed, [indices] if self.stream.one_by_one else indices)
 
     def record(self, position: EpochPosition) -> BatchRecord:
-        """The record of the last batch yielded."""
+        """Return the record of the last batch yielded."""
         indices, positions = as_array(position.indices), None
         sampler = self.stream.sampler
         if indices is not None and hasattr(sampler, "positions"):
@@ -105,10 +101,10 @@ class IndexSource:
 
 
 class Epoch(Iterator[Any]):
-    """The batches of one epoch.
+    """Iterate over the batches of one epoch.
 
     Args:
-        position: where it begins; advanced with every batch.
+        position: where the epoch begins; advanced with every batch.
         on_end: called once, when the epoch has been iterated to its end.
         transform: applied to every batch.
         on_batch: called after every batch with the number of samples so far.
@@ -121,7 +117,7 @@ class Epoch(Iterator[Any]):
         transform: Callable[[Any], Any] | None,
         on_batch: Callable[[int], None] | None = None,
     ) -> None:
-        # Weak, since the loader refers to its epoch: a cycle would keep both, and their workers, alive.
+        # Weak references, because the loader refers to its epoch: a cycle would keep both, and their workers, alive.
         self._on_end = weakref.WeakMethod(on_end)
         self._on_batch = None if on_batch is None else weakref.WeakMethod(on_batch)
         self.position = position
@@ -154,10 +150,10 @@ class Epoch(Iterator[Any]):
         raise NotImplementedError
 
     def _follow_changes(self) -> None:
-        """Discard what was fetched ahead if the order has changed since."""
+        """Discard batches fetched ahead if the order has changed since."""
 
     def recorded(self) -> Iterator[tuple[Any, BatchRecord]]:
-        """The same batches, each with its record."""
+        """Iterate over the same batches, each with its record."""
         return map(self._with_record, self)
 
     def _with_record(self, batch: Any) -> tuple[Any, BatchRecord]:
@@ -170,15 +166,15 @@ class Epoch(Iterator[Any]):
         return BatchRecord(None, None, self.position.epoch)
 
     def sampler_state(self) -> dict[str, Any] | None:
-        """A plain sampler's own state."""
+        """Return a plain sampler's own state."""
         return None
 
     def dataset_states(self) -> DatasetStates | None:
-        """The states of the dataset, one per worker."""
+        """Return the states of the dataset, one per worker."""
         return None
 
     def next_worker(self) -> int:
-        """The worker that fetches the next batch."""
+        """Return the number of the worker that fetches the next batch."""
         return 0
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Turning indices into a batch, in any process or thread; `stream_fetch` is for iterable datasets.
+"""Turn indices into a batch, in any process or thread. Iterable datasets are fetched by `stream_fetch`.
 
 A map-style dataset may offer, from slowest to fastest: `__getitem__(index)`; `__getitems__(indices)`, which returns
 a list of samples; and `__getitems__` with the attribute `collated = True`, which returns a finished batch of numpy
@@ -26,11 +26,11 @@ from exactdata.loading.collation import CollationError, disagreement
 from exactdata.loading.randomness import Keys, current
 
 Indices = Any  # a list of ints, an array of int64, or whatever a batch sampler yields
-_OF_COLLATE = 0x9E3779B97F4A7C15  # what a batch is collated with is not what its first sample was drawn with
+_OF_COLLATE = 0x9E3779B97F4A7C15  # seeds the collate function differently from the first sample of its batch
 
 
 def items(iterator: Iterator[Any]) -> Iterator[Any]:
-    """The remaining items, without calling `iterator.__iter__`, which restarts some iterators."""
+    """Iterate over the remaining items without calling `iterator.__iter__`, which restarts some iterators."""
     return iterator if isinstance(iterator, GeneratorType) else iter(partial(next, iterator, _END), _END)
 
 
@@ -38,30 +38,30 @@ _END = object()
 
 
 def is_stateful(thing: object) -> bool:
-    """Whether `thing` can save and restore its state; a dataset of datasets may deny it by `has_state = False`."""
+    """Check whether `thing` has state methods. A dataset that wraps others may deny it by `has_state = False`."""
     methods = getattr(thing, "state_dict", None), getattr(thing, "load_state_dict", None)
     return all(map(callable, methods)) and bool(getattr(thing, "has_state", True))
 
 
 def is_iterator(thing: object) -> bool:
-    """Whether `thing` is its own iterator."""
+    """Check whether `thing` is its own iterator."""
     return callable(getattr(thing, "__next__", None))
 
 
 def is_collated(dataset: object) -> bool:
-    """Whether the dataset's `__getitems__` returns a finished batch."""
+    """Check whether the dataset's `__getitems__` returns a finished batch."""
     return bool(getattr(dataset, "collated", False)) and callable(getattr(dataset, "__getitems__", None))
 
 
 def has_getitems(dataset: Any) -> bool:
-    """Whether the dataset's `__getitems__` is one of its own: torch's Subset has one that may only loop."""
+    """Check whether the dataset has its own `__getitems__`. torch's Subset has one that may only loop."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
 
 
 def to_tensors(batch: Any) -> Any:
-    """The batch with its numpy arrays replaced by tensors that share their memory."""
+    """Return the batch with its numpy arrays replaced by tensors that share their memory."""
     if type(batch) is dict:
         for value in batch.values():
             if type(value) is not torch.Tensor:
@@ -78,18 +78,20 @@ def to_tensors(batch: Any) -> Any:
 
 
 class MapFetcher:
-    """Batches of a map-style dataset: fetch, then collate.
+    """Fetch and collate batches of a map-style dataset.
 
     Args:
+        dataset: the map-style dataset.
         collate_fn: as in torch's DataLoader.
         batched: the sampler's items are batches of indices (torch's automatic batching).
-        own_collate: `collate_fn` is the user's; it is then also applied to the batches of a collated dataset.
-        seeded: draws from the global generators depend on the samples alone, as far as that can be; see
+        own_collate: `collate_fn` is the user's. It is then also applied to the batches of a collated dataset.
+        seeded: make draws from the global generators depend on the samples alone, as far as possible; see
             `global_draws`.
 
     Attributes:
-        watches: look at the next batch for draws that do not.
-        draws: the generators of such draws, once they were found, and `consequence` what they mean.
+        watches: check the next batch for draws that depend on more than the samples.
+        draws: names of the generators of such draws, once found.
+        consequence: what such draws mean for the user.
     """
 
     def __init__(
@@ -113,20 +115,21 @@ class MapFetcher:
         if batched:
             self._samples = self._at_once if has_getitems(dataset) else self._one_by_one
         self.watches = seeded and (not self._seeds_samples or self._samples == self._at_once)
-        # A list can be fetched again, sample by sample, if a draw is found; a state would have moved on.
+        # A list can be fetched again, sample by sample, if a draw is found. A stateful dataset would have moved on.
         if self._samples == self._at_once and self._seeds_samples and not (self.collated or is_stateful(dataset)):
             self._samples, self.watches = self._as_list, False
         self.draws = ""
         self.consequence = global_draws.OF_A_BATCH if self._seeds_samples else global_draws.UNANNOUNCED
 
     def fetch(self, indices: Indices, keys: Keys | Callable[[], Keys]) -> Any:
-        """The batch of these indices.
+        """Return the batch of these indices.
 
         Args:
+            indices: the indices of the batch.
             keys: one key per sample for `sample_rng`, or a function that returns them.
 
         Raises:
-            Exception: whatever the dataset raises; the sample, its source and the process are added to the message.
+            Exception: any error of the dataset, with the sample, its source and the process added to the message.
             RuntimeError: the dataset raised StopIteration, which would be taken for the end of the epoch.
         """
         current.keys, current.at = keys, 0
@@ -153,7 +156,7 @@ class MapFetcher:
         return self._collate(samples, indices)
 
     def _collate(self, samples: Any, indices: Indices) -> Any:
-        """The batch of these samples; a mixture adds which sources they are of."""
+        """Collate samples into a batch. A mixture adds the source of each sample."""
         listed = indices if self.batched else [indices]
         try:
             batch = collate(self.collate_fn, samples)
@@ -167,7 +170,7 @@ class MapFetcher:
         return self.dataset.mark(batch, indices) if self._marks else batch
 
     def _keys(self) -> list[int]:
-        """The keys of the batch's samples."""
+        """Return the keys of the batch's samples."""
         if callable(current.keys):
             current.keys = current.keys()
         return current.keys.tolist()  # type: ignore[union-attr, no-any-return]
@@ -179,7 +182,7 @@ class MapFetcher:
         return self._each(indices, indices, self.dataset.__getitem__)
 
     def _each(self, wanted: Iterable[Any], indices: Indices, get: Callable[[Any], Any]) -> list[Any]:
-        """`get` of each of the `wanted`, seeded for each; `indices` are those of the batch."""
+        """Call `get` for each of `wanted`, seeded for each sample; `indices` are the batch, for error messages."""
         keys = self._keys() if self._seeds_samples else None
         samples: list[Any] = []
         keep, index = samples.append, None
@@ -195,13 +198,13 @@ class MapFetcher:
         return samples
 
     def _at_once(self, indices: Indices) -> Any:
-        """What `__getitems__` returns; its draws depend on the first sample, and on how many there are."""
+        """Call `__getitems__`. Its draws depend on the first sample and on the number of samples."""
         if self._seeds_samples and len(indices):
             generators.seed(self._keys()[0])
         return self._getitems(indices)
 
     def _as_list(self, indices: Indices) -> Any:
-        """What `__getitems__` returns, until it draws: then it is asked for one sample at a time."""
+        """Call `__getitems__` for the whole batch until it draws, and from then on for one sample at a time."""
         outside = generators.states()
         samples = self._getitems(indices)
         draws = generators.drawn_from(outside)
@@ -209,7 +212,7 @@ class MapFetcher:
             return samples
         if isinstance(samples, (list, tuple)) and len(samples) == len(indices):
             self._samples = self._list_one_by_one
-        else:  # a finished batch, although the dataset does not say so
+        else:  # a finished batch, although the dataset has no `collated` attribute
             self._samples, self.draws = self._at_once, draws
         return self._samples(indices)
 
@@ -236,7 +239,7 @@ class MapFetcher:
 
 
 def load_state(thing: Any, state: Any) -> None:
-    """Load a copy of `state`, since `thing` may keep what it is given, and change it."""
+    """Load a copy of `state`, because `thing` may keep the object it gets and change it."""
     thing.load_state_dict(copy.deepcopy(state))
 
 
@@ -244,11 +247,13 @@ def load_end(thing: Any, saved: dict[str, Any], as_it_was: AbstractContextManage
     """Load the state that `thing` had after an epoch, so that the next `iter()` begins another one.
 
     Some datasets keep the end of the epoch as their position, so that the next iteration is empty. Others have already
-    gone back to the start. Fetching one item tells them apart, unless they say so by `begins_anew = True`: a shard may
-    have no items.
+    gone back to the start. Fetching one item distinguishes them. A dataset with `begins_anew = True` is not tested,
+    because its shard may have no items.
 
     Args:
-        as_it_was: entered for that one item.
+        thing: the dataset or sampler.
+        saved: its state as `dataset`, and whether it had `ended`.
+        as_it_was: context entered to fetch that one item.
     """
     if saved["dataset"] is None:
         return
@@ -262,10 +267,10 @@ def load_end(thing: Any, saved: dict[str, Any], as_it_was: AbstractContextManage
 
 
 def collate(collate_fn: Callable[[Any], Any], samples: Any) -> Any:
-    """`collate_fn(samples)`.
+    """Return `collate_fn(samples)`.
 
     Raises:
-        RuntimeError: it raised StopIteration.
+        RuntimeError: `collate_fn` raised StopIteration.
     """
     try:
         return collate_fn(samples)
@@ -274,7 +279,7 @@ def collate(collate_fn: Callable[[Any], Any], samples: Any) -> Any:
 
 
 def stopped(who: str) -> RuntimeError:
-    """What a StopIteration becomes (as in PEP 479) that would otherwise be taken for the end of the epoch."""
+    """Return the error that replaces a StopIteration (as in PEP 479), which would be taken for the end of the epoch."""
     return RuntimeError(f"{who} raised StopIteration, which only the end of an iterator may: raise another error")
 
 
@@ -289,7 +294,7 @@ def explain(error: Exception, dataset: Any, failed: Indices, indices: Indices, d
         several = "one of the samples" if doing == "loading" else "the samples"
         rest = f" and {len(failed) - 8} more" if len(failed) > 8 else ""
         where = f"{several if len(failed) > 1 else 'sample'} {names}{rest}"
-    except (TypeError, ValueError, IndexError, KeyError):  # an index of a type of the user's
+    except (TypeError, ValueError, IndexError, KeyError):  # an index of a user-defined type
         where = f"sample {indices!r} of {type(dataset).__name__}"
     if isinstance(error, StopIteration):
         raised = stopped(type(dataset).__name__)
@@ -299,7 +304,7 @@ def explain(error: Exception, dataset: Any, failed: Indices, indices: Indices, d
 
 
 def named_sample(dataset: Any, index: Any) -> str:
-    """The sample as text, for example `17 of source 'code' (index 1017)`."""
+    """Return the name of a sample for messages, such as `17 of source 'code' (index 1017)`."""
     sizes = getattr(dataset, "cumulative_sizes", None)
     if sizes is None or not isinstance(index, (int, np.integer)):
         return f"{index} of {type(dataset).__name__}"

@@ -1,4 +1,4 @@
-"""The same batches at every iteration, fetched in this process: for evaluations."""
+"""Fetch the same batches at every iteration, in this process: for evaluations."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from exactdata.loading.randomness import keys_from_indices
 
 
 class FixedBatches:
-    """Batches of a map-style dataset. What its samples draw depends on the seed and the index alone.
+    """Iterate over fixed batches of a map-style dataset. Random draws depend on the seed and the sample's index alone.
 
     Args:
+        dataset: the map-style dataset.
         batches: the indices of each batch.
         collate_fn: as in torch's DataLoader.
-        seed: of `sample_rng()` and of the global generators, while a sample is fetched.
+        seed: seed of `sample_rng()` and of the global generators, while a sample is fetched.
     """
 
     def __init__(

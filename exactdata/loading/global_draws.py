@@ -1,9 +1,8 @@
-"""Draws of a dataset from the global generators of Python, numpy and torch, which most libraries of transforms use.
+"""Handle draws of a dataset from the global generators of Python, numpy and torch, which most transform libraries use.
 
-What such a draw returns depends on all draws before it in the same process. `generators.seed` before each sample, and
-`put_back` after the batch, make it depend on the sample alone, and keep the generators of the training where they were.
-Watching for draws costs as much as seeding three samples, and a batch in which one is found would have to be fetched
-again.
+Such a draw depends on all earlier draws in the same process. `generators.seed` before each sample and `put_back` after
+the batch make it depend on the sample alone, and leave the generators of the training unchanged. Watching for draws
+costs as much as seeding three samples, and a batch in which a draw is found would have to be fetched again.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Why samples depend on more than themselves, and what to do instead.
+# Why samples depend on more than the sample, and the remedy.
 OF_A_STREAM = (
     "its samples will differ if the number of workers changes; draw from a generator that its state_dict holds"
 )
@@ -30,15 +29,15 @@ UNANNOUNCED = "its samples will differ if the run is resumed; remove draws_nothi
 
 
 def draws_nothing(thing: Any) -> bool:
-    """Whether a dataset or a collate function says that it draws from none of the global generators.
+    """Check whether a dataset or a collate function promises not to draw from the global generators.
 
-    A dataset that a thread may read says so by that: the thread would draw from the generators of the training.
+    `prefetch = "thread"` implies the promise, because a thread would draw from the generators of the training.
     """
     return bool(getattr(thing, "draws_nothing", False)) or getattr(thing, "prefetch", None) == "thread"
 
 
 def watched(fetch: Callable[[], T]) -> tuple[T, str]:
-    """What `fetch` returns, and what it has drawn from."""
+    """Return the result of `fetch`, and the names of the generators that it has drawn from."""
     before = states()
     return fetch(), drawn_from(before)
 
@@ -47,7 +46,7 @@ _warned: set[tuple[type, str]] = set()
 
 
 def warn(dataset: Any, generators: str, consequence: str) -> None:
-    """Say once, if there are any `generators`, that what a dataset draws from them depends on more than the sample."""
+    """Warn once, if there are any `generators`, that a dataset's draws from them depend on more than the sample."""
     if not generators or (type(dataset), generators) in _warned:
         return
     _warned.add((type(dataset), generators))

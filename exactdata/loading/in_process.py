@@ -1,4 +1,4 @@
-"""Fetching each batch in this process when it is asked for."""
+"""Fetch each batch in this process when it is requested."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from exactdata.loading.stream_fetch import StreamFetcher
 
 
 class MapEpoch(Epoch):
-    """An epoch of a map-style dataset, in this process."""
+    """Iterate over an epoch of a map-style dataset, in this process."""
 
     def __init__(self, source: IndexSource, fetcher: MapFetcher, position: EpochPosition, *rest: Any) -> None:
         super().__init__(position, *rest)
@@ -32,7 +32,7 @@ class MapEpoch(Epoch):
             batch = self._fetch_next()
         except StopIteration:
             raise
-        except BaseException:  # Ctrl-C, too
+        except BaseException:  # includes KeyboardInterrupt
             self._before_error = before
             raise
         self._before_error = None
@@ -68,7 +68,7 @@ class MapEpoch(Epoch):
 
 
 class StreamEpoch(Epoch):
-    """An epoch of an iterable-style dataset, in this process."""
+    """Iterate over an epoch of an iterable-style dataset, in this process."""
 
     def __init__(self, fetcher: StreamFetcher, position: EpochPosition, *rest: Any) -> None:
         super().__init__(position, *rest)
@@ -89,7 +89,7 @@ class StreamEpoch(Epoch):
 
     @property
     def exhausted(self) -> bool:
-        """Whether the dataset has ended at least once in this process."""
+        """Return whether the dataset has ended at least once in this process."""
         return self._fetcher.exhausted
 
     def dataset_states(self) -> DatasetStates | None:

@@ -1,15 +1,15 @@
-"""The indices of an epoch in batches, starting anywhere.
+"""Iterate over the indices of an epoch in batches, from any place.
 
 There are three kinds of sampler:
 
 - *by position* (`state_dict_at`): its state after any number of samples is a function of that number.
 - *by skip* (`set_skip`): its state is the epoch and the number of samples to skip.
-- *plain*: any other iterable. If it or its iterator has a `state_dict`, that is saved after each batch is drawn;
-  otherwise it is iterated again and its first indices are dropped, without loading data.
+- *plain*: any other iterable. If it or its iterator has a `state_dict`, that state is saved after each batch is drawn.
+  Otherwise it is iterated from its start again and the first indices are dropped, without loading data.
 
 A sampler whose order may change in the middle of an iteration returns an iterator with the methods of `ChangingIndices`
-(from `iter_batches`, or from `__iter__` if the loader does not batch). A change then acts at the next batch that the
-loader yields, however many were fetched ahead.
+(from `iter_batches`, or from `__iter__` if the loader does not batch). A change then takes effect at the next batch
+that the loader yields, however many were fetched ahead.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class IndexStream:
         sampler: yields indices, or batches of indices if `is_batch_sampler`.
         batch_size: indices per batch; None: the sampler's items are passed on unchanged.
         drop_last: drop an incomplete last batch.
-        sets_epoch: call a plain sampler's `set_epoch` (otherwise its user does).
+        is_batch_sampler: the sampler yields batches of indices.
+        sets_epoch: call a plain sampler's `set_epoch` (otherwise the user does).
     """
 
     def __init__(
@@ -73,22 +74,22 @@ class IndexStream:
         self.sets_epoch = sets_epoch
         self._inner: Any = None
         self._base: dict[str, Any] | None = None  # the state until the first batch is drawn
-        self._ended = False  # the epoch: the last batch was drawn
-        self._exhausted = False  # an epoch has ended at least once
+        self._ended = False  # whether the last batch of the epoch was drawn
+        self._exhausted = False  # whether an epoch has ended at least once
         self._has_skipped = False
 
     @property
     def one_by_one(self) -> bool:
-        """Whether an item is a single index, not a batch."""
+        """Return whether an item is a single index, not a batch."""
         return self.batch_size is None and not self.is_batch_sampler
 
     @property
     def is_stateful(self) -> bool:
-        """Whether the sampler's state has to be saved after each batch."""
+        """Return whether the sampler's state has to be saved after each batch."""
         return not self.seeds_itself and (is_stateful(self.sampler) or is_stateful(self._inner))
 
     def epoch_size(self) -> int | None:
-        """Samples (batches, for a batch sampler) of every epoch; None if unknown, or if epochs may differ in it."""
+        """Return the samples (batches, for a batch sampler) of every epoch; None if unknown or not the same for all."""
         sampler = self.sampler.sampler if type(self.sampler) is BatchSampler else self.sampler
         is_torchs = type(sampler) in (SequentialSampler, RandomSampler, TorchDistributedSampler)
         is_same = is_torchs or (hasattr(sampler, "set_skip") and not hasattr(sampler, "state_dict_at"))
@@ -96,30 +97,32 @@ class IndexStream:
 
     @property
     def ends_for_good(self) -> bool:
-        """Tell whether nothing follows the sampler's end, since its order runs through all epochs."""
+        """Return whether the end of the sampler is final, because its order runs through all epochs."""
         return self.counts_what_is_left and not self.has_passes
 
     @property
     def counts_what_is_left(self) -> bool:
-        """Tell whether the sampler knows how many samples its iteration still has."""
+        """Return whether the sampler knows how many samples its iteration still has."""
         return self.by_position and hasattr(self.sampler, "samples_left_after")
 
     @property
     def has_passes(self) -> bool:
-        """Tell whether the sampler's order runs through all epochs, and each of them is a pass over a part of it."""
+        """Return whether each epoch is a pass over a part of an order that runs through all epochs."""
         return self.by_position and getattr(self.sampler, "epoch_samples", None) is not None
 
     @property
     def awaits_epoch(self) -> bool:
-        """Tell whether the length may change when the loader's user calls `set_epoch`."""
+        """Return whether the length may change when the loader's user calls `set_epoch`."""
         return self.is_batch_sampler and hasattr(self.sampler, "set_epoch")
 
     def batches_left(self, batches: int, samples: int, base: int) -> int | None:
-        """Count the batches of an epoch after so many of them; None: the sampler has no length.
+        """Return the number of batches left in an epoch after `batches` of them; None: the sampler has no length.
 
         Args:
-            base: of these samples, those before this iteration. The length of a sampler by position may count earlier
-                epochs, too, so that it is asked what it has left if it knows (`samples_left_after`).
+            batches: batches yielded.
+            samples: samples yielded.
+            base: how many of these samples precede this iteration. The length of a sampler by position may include
+                earlier epochs, so its `samples_left_after` is used if it has one.
         """
         size = size_of(self.sampler)
         if size is None or self.is_batch_sampler:
@@ -129,21 +132,23 @@ class IndexStream:
         return max(left // per_batch if self.drop_last else -(-left // per_batch), 0)
 
     def open(self, epoch: int, skip: int, saved: dict[str, Any] | None) -> Iterator[Indices]:
-        """Batches of indices of `epoch`, after the first `skip` samples (batches, for a batch sampler).
+        """Iterate over batches of indices of `epoch`, after the first `skip` samples (batches, for a batch sampler).
 
         A sampler by position must have loaded its state already.
 
         Args:
+            epoch: number of the epoch, from 0.
+            skip: samples or batches to leave out.
             saved: a plain sampler's state, in place of `skip`.
 
         Raises:
             LoaderStateError: the epoch of a plain sampler is shorter than `skip`.
         """
         is_set = self.seeds_itself or (self.sets_epoch and hasattr(self.sampler, "set_epoch"))
-        if is_set and not self.has_passes:  # a pass follows from the position
+        if is_set and not self.has_passes:  # the position determines the pass
             self.sampler.set_epoch(epoch)
         if self.by_skip and (skip or self._has_skipped):
-            self._has_skipped = True  # from now on, a pending skip is the loader's, not the user's
+            self._has_skipped = True  # from now on, the loader sets the skip, not the user
             self.sampler.set_skip(skip)
         if self.seeds_itself and self.batch_size is not None and hasattr(self.sampler, "iter_batches"):
             self._inner = None
@@ -204,7 +209,7 @@ class IndexStream:
         self._ended = self._exhausted = True
 
     def state(self) -> dict[str, Any] | None:
-        """A plain sampler's state after the last batch drawn; None if there is none but the number of samples."""
+        """Return a plain sampler's state after the last batch drawn; None if the number of samples is its only state."""
         if self._base is not None:
             return self._base
         if not self.is_stateful:
@@ -217,7 +222,7 @@ class IndexStream:
         }
 
     def boundary_state(self) -> dict[str, Any] | None:
-        """A plain sampler's state between two epochs."""
+        """Return a plain sampler's state between two epochs."""
         return self._between_epochs() if not self.seeds_itself and is_stateful(self.sampler) else None
 
     def _between_epochs(self) -> dict[str, Any]:
@@ -226,7 +231,7 @@ class IndexStream:
 
 
 def as_array(indices: Indices) -> np.ndarray | None:
-    """The indices as an int64 array of shape (samples,); None if they are not integers."""
+    """Return the indices as an int64 array of shape (samples,); None if they are not integers."""
     if type(indices) is np.ndarray and indices.dtype == np.int64 and indices.ndim == 1:
         return indices
     try:

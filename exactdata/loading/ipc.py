@@ -1,10 +1,4 @@
-"""Sending a batch from a worker process to the main process: small tensors travel as bytes.
-
-torch sends every tensor as a file descriptor of shared memory, which costs at least a tenth of a millisecond; for
-batches of up to a few megabytes this dominates the cost of a worker. Here the worker pickles the whole batch, with
-CPU tensors as numpy arrays, and the main process rebuilds the same tensors in ordinary memory. Batches with larger
-tensors are sent by torch.
-"""
+"""Send a batch from a worker process to the main process, with small tensors as bytes."""
 
 from __future__ import annotations
 
@@ -19,11 +13,11 @@ LIMIT = 8 << 20  # bytes per tensor; above this, shared memory is cheaper than c
 
 
 class _LeaveToTorchError(Exception):
-    """The batch holds a tensor that torch has to send, or sends faster."""
+    """The batch holds a tensor that only torch can send, or that torch sends faster."""
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles plain CPU tensors as numpy arrays.
+    """Pickle plain CPU tensors as numpy arrays.
 
     Raises:
         _LeaveToTorchError: another kind of tensor, or a large one.
@@ -57,7 +51,7 @@ def _from_bits(array: np.ndarray, dtype: str) -> torch.Tensor:
 
 
 def pack(batch: Any) -> Any:
-    """The batch as bytes, or unchanged where torch has to send it, or sends it faster."""
+    """Return the batch as bytes, or unchanged if it has to be sent by torch."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(batch)
@@ -67,9 +61,9 @@ def pack(batch: Any) -> Any:
 
 
 class Packed(bytes):
-    """A packed batch; a separate type, to tell it from a batch that is itself `bytes`."""
+    """A packed batch, as a type that no user's batch has."""
 
 
 def unpack(payload: Any) -> Any:
-    """The batch that was passed to `pack`."""
+    """Return the batch that was passed to `pack`."""
     return pickle.loads(payload) if type(payload) is Packed else payload

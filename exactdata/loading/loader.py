@@ -1,9 +1,9 @@
 """StatefulDataLoader: torch's DataLoader, whose position can be saved after any batch and restored.
 
 *Batches* and *samples* are counted from the start of the epoch, when they are yielded, not when they are prefetched.
-An *epoch* is one pass over the sampler or the iterable dataset; it ends with the StopIteration after its last batch.
-A state saved before that StopIteration resumes into the empty rest of the epoch, one saved after it into the next
-epoch.
+An *epoch* is one pass over the sampler or the iterable dataset. It ends with the StopIteration after its last batch.
+A state saved before that StopIteration resumes at the empty end of that epoch. A state saved after it resumes at the
+next epoch.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         self._reported_length: int | None = None
 
     def __len__(self) -> int:
-        """Count the batches of the epoch: those that were yielded, and those that follow.
+        """Return the number of batches of the epoch: those already yielded, and those still to come.
 
         For an iterable dataset it is an estimate, as in torch.
         """
@@ -142,12 +142,12 @@ class StatefulDataLoader(DataLoader[T_co]):
         return super().__len__() if left is None else position.batches + left
 
     def __iter__(self) -> Epoch:  # type: ignore[override]
-        """Begin an epoch, or resume the one that `load_state_dict` restored.
+        """Begin an epoch, or resume the epoch that `load_state_dict` restored.
 
         A second `iter()` in the middle of an epoch begins that epoch again, as in torch, and the state follows the
-        newest iterator. The older one continues on its own; with persistent workers, which serve one iterator at a
-        time, it continues as the new one. After the last batch it begins the next epoch, even if the older iterator was
-        not asked for its StopIteration.
+        newest iterator. The older iterator continues independently. With persistent workers, which serve one iterator
+        at a time, the older iterator continues as the new one. After the last batch, `iter()` begins the next epoch,
+        even if the older iterator has not raised its StopIteration yet.
 
         Raises:
             LoaderStateError: the loaded state cannot be split among this number of workers.
@@ -166,7 +166,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         self._current = self._open(state)
         self._pending = False
         if is_over and state is not None:
-            for _ in self._current:  # nothing, but what the samplers draw is where it would be
+            for _ in self._current:  # yields nothing, but draws from the samplers as the uninterrupted epoch did
                 pass
             self._current, self._loaded = self._open(None), state
         if older is not None and self.persistent_workers:
@@ -177,10 +177,10 @@ class StatefulDataLoader(DataLoader[T_co]):
         return self._open_iterable(state) if self._iterable else self._open_map(state)
 
     def _check_is_left(self) -> None:
-        """Check that a pass after another one has something to yield.
+        """Check that a pass after the first has samples to yield.
 
         Raises:
-            DataEndedError: the sampler has ended, for good.
+            DataEndedError: the sampler has ended for good.
         """
         if self._epoch and self._stream.counts_what_is_left and self._stream.batches_left(0, 0, 0) == 0:
             raise DataEndedError(
@@ -189,7 +189,7 @@ class StatefulDataLoader(DataLoader[T_co]):
             )
 
     def iter_recorded(self) -> Iterator[tuple[T_co, BatchRecord]]:
-        """Like `iter()`, but yields each batch with the record of its samples.
+        """Iterate as `iter()`, but yield each batch with the record of its samples.
 
         Raises:
             LoaderStateError: as `iter()`.
@@ -197,9 +197,9 @@ class StatefulDataLoader(DataLoader[T_co]):
         return iter(self).recorded()
 
     def _has_yielded_all(self) -> bool:
-        """Check whether the epoch's last batch was yielded, as far as that is known before the StopIteration.
+        """Return whether the epoch's last batch was yielded, as far as that is known before the StopIteration.
 
-        An epoch of a loaded state is then over, unless no other one can follow, or its length is not known yet.
+        The epoch of a loaded state is then over, unless no epoch can follow, or its length is not known yet.
         """
         if self._iterable or (self._pending and (self._stream.ends_for_good or self._stream.awaits_epoch)):
             return False
@@ -208,7 +208,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         return reached and self._stream.batches_left(at.batches, at.samples, at.base) == 0
 
     def _place(self) -> EpochPosition:
-        """Find the position in the epoch that is under way or was loaded; otherwise, that before a new one."""
+        """Return the position in the current or loaded epoch, or else the position before a new one."""
         if self._pending:
             return self._position(self._loaded)
         current = self._current
@@ -226,12 +226,12 @@ class StatefulDataLoader(DataLoader[T_co]):
         return position
 
     def _seed(self, state: State | None) -> Any:
-        """Seed the epoch; returns the generator from which torch's loader draws the workers' seed."""
+        """Seed the epoch, and return the generator from which torch's loader draws the workers' seed."""
         if state is not None and state.get("seeds") is not None:
             self._seeds.load(state["seeds"])
             if is_in_epoch(state):
                 return self._seeds.begin_restored()
-        # A training run has the same order on any number of workers, so that none of them decides about its seeds.
+        # A training run has the same order on any number of workers, so their number must not affect the seeds.
         return self._seeds.begin(chain=self.persistent_workers or self._stream.sets_epoch)
 
     def _open_map(self, state: State | None) -> Epoch:
@@ -252,7 +252,7 @@ class StatefulDataLoader(DataLoader[T_co]):
                 load_state(self.dataset, saved[0]["dataset"])
             if self.num_workers == 0:
                 return MapEpoch(source, fetcher, position, self._on_end, self._transform)
-            fetcher.watches = False  # the training may draw meanwhile
+            fetcher.watches = False  # the training may draw at the same time
             depth = self.num_workers * (self.prefetch_factor or 2)
             return PrefetchedEpoch(source, fetcher, depth, position, self._on_end, self._transform)
         first = self._first_worker(state) if saved and len(saved) == self.num_workers else 0
@@ -261,10 +261,10 @@ class StatefulDataLoader(DataLoader[T_co]):
         return WorkerMapEpoch(source, fetcher, setup, position, self._on_end, None)
 
     def _prefetches_in_thread(self, fetcher: MapFetcher) -> bool:
-        """Whether a thread prefetches in place of worker processes.
+        """Return whether a thread prefetches in place of worker processes.
 
-        Only where the dataset allows it: one that draws from the global random generators would draw at any moment
-        from those that the training uses, and no run could be reproduced.
+        The dataset must allow it. A dataset that draws from the global generators would draw from those of the
+        training, at unpredictable moments, and no run could be reproduced.
         """
         asks_for_processes = self.worker_init_fn is not None or self.multiprocessing_context is not None or self.timeout
         if asks_for_processes or not fetcher.collated or self._own_collate:
@@ -290,7 +290,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         return WorkerStreamEpoch(fetcher, setup, position, self._on_end, None, self._check_length)
 
     def _first_worker(self, state: State | None) -> int:
-        """The worker that fetches the first batch after `state`."""
+        """Return the number of the worker that fetches the first batch after `state`."""
         if state is None or not is_in_epoch(state):
             return 0
         return int(state.get("next_worker", 0))
@@ -359,12 +359,12 @@ class StatefulDataLoader(DataLoader[T_co]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that is being iterated, or the next one; the first is 0."""
+        """Return the number of the current epoch, or of the next one between epochs; the first is 0."""
         return self._epoch + (self._pending and self._has_yielded_all())
 
     @property
     def batches_yielded(self) -> int:
-        """Batches yielded in this epoch, including those before a resume."""
+        """Return the number of batches yielded in this epoch, including those before a resume."""
         if self._pending:
             assert self._loaded is not None
             return 0 if self._has_yielded_all() else int(self._loaded["batches_yielded"])
@@ -372,7 +372,7 @@ class StatefulDataLoader(DataLoader[T_co]):
 
     @property
     def samples_yielded(self) -> int:
-        """Samples yielded in this epoch, including those before a resume."""
+        """Return the number of samples yielded in this epoch, including those before a resume."""
         return 0 if self._pending and self._has_yielded_all() else self._place().samples
 
     def end_epoch(self) -> None:
@@ -393,10 +393,10 @@ class StatefulDataLoader(DataLoader[T_co]):
             self._on_end(self._current)
 
     def state_dict(self) -> State:
-        """The state after the last batch that was yielded.
+        """Return the state after the last batch that was yielded.
 
-        It consists of numbers, strings, lists and dicts, so that JSON can hold it if it can hold the states of the
-        dataset and the sampler. `docs/loader.md` lists the keys.
+        It consists of numbers, strings, lists and dicts. JSON can hold it if it can hold the states of the dataset and
+        the sampler. `docs/loader.md` lists the keys.
 
         Raises:
             LoaderStateError: the loader has `in_order=False`.
@@ -412,7 +412,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         if running is not None and self._stream.has_passes and self._has_yielded_all():
             position, before, running = EpochPosition(self._epoch + 1), before + position.batches, None
         states = self._initial_dataset_states() if current is None else current.dataset_states()
-        by_worker = self._iterable or states is not None  # otherwise it is the same whoever fetches the next batch
+        by_worker = self._iterable or states is not None  # otherwise the worker of the next batch does not matter
         state: State = {
             "version": loader_state.VERSION,
             "loader": loader_state.NAME,
@@ -445,10 +445,10 @@ class StatefulDataLoader(DataLoader[T_co]):
             )
 
     def _with_changes(self, loaded: State) -> State:
-        """The state that was loaded, and changes of the order that were made since."""
+        """Return the loaded state, with changes of the order that were made since."""
         if not self._stream.by_position:
             return dict(loaded)
-        current = self._current  # of its batches, those taken without being yielded do not count
+        current = self._current  # batches that were taken without being yielded do not count
         sampler = self._stream.sampler.state_dict() if current is None else self._state_by_position(current.position)
         if sampler == loaded.get("sampler"):
             return dict(loaded)
@@ -464,7 +464,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         return {"epoch": epoch} if isinstance(epoch, int) and hasattr(self.sampler, "set_epoch") else None
 
     def _initial_dataset_states(self) -> DatasetStates | None:
-        """The state of the dataset before the first iteration, if it is iterated in this process."""
+        """Return the state of the dataset before the first iteration, if it is iterated in this process."""
         if self.num_workers or not is_stateful(self.dataset) or is_collated(self.dataset):
             return None
         own = self.dataset.state_dict()  # type: ignore[attr-defined]
@@ -478,11 +478,11 @@ class StatefulDataLoader(DataLoader[T_co]):
         """Resume from `state` at the next `iter()`.
 
         Args:
-            state: one rank's, or one aggregated from all ranks, of which this rank takes its part; or one of
-                torchdata's StatefulDataLoader, of a map-style dataset.
+            state: the state of one rank; or a state aggregated from all ranks, of which this rank takes its part; or a
+                state of torchdata's StatefulDataLoader over a map-style dataset.
 
         Raises:
-            LoaderStateError: another loader wrote it, keys are missing, it does not fit, or the loader has
+            LoaderStateError: another loader wrote the state, keys are missing, it does not fit, or the loader has
                 `in_order=False`.
         """
         self._check_has_states()
@@ -510,10 +510,10 @@ class StatefulDataLoader(DataLoader[T_co]):
         self._loaded, self._pending = state, True
 
     def _check(self, state: State) -> None:
-        """Check a state wholly; the sampler, which checks its own part, loads that last.
+        """Check all of a state. The sampler checks and loads its part last.
 
         Raises:
-            LoaderStateError, SamplerStateError: it does not fit, and nothing was loaded.
+            LoaderStateError, SamplerStateError: the state does not fit, and nothing was loaded.
         """
         stream = self._stream
         size = None if self._iterable else size_of(self.dataset)
@@ -535,7 +535,7 @@ class StatefulDataLoader(DataLoader[T_co]):
             )
 
     def _samples_of(self, state: State) -> int:
-        """Samples yielded in the epoch; some loaders' states count only batches."""
+        """Return the samples yielded in the epoch. States of some other loaders count only batches."""
         if "samples_yielded" in state:
             return int(state["samples_yielded"])
         return int(state["batches_yielded"]) * int(state.get("batch_size") or self.batch_size or 1)
@@ -555,10 +555,12 @@ class StatefulDataLoader(DataLoader[T_co]):
         """Extract the state that `rank` of `world_size` ranks resumes from.
 
         Args:
-            aggregated: from `aggregate_state_dict`, possibly of another number of ranks.
+            aggregated: from `aggregate_state_dict`, possibly on another number of ranks.
+            rank: the rank that resumes.
+            world_size: the number of ranks that resume.
 
         Raises:
-            LoaderStateError: it cannot be split among this number of ranks.
+            LoaderStateError: the state cannot be split among this number of ranks.
         """
         ranks = loader_state.check_aggregated(aggregated, rank, world_size)
         if self._iterable:

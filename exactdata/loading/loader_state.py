@@ -1,4 +1,4 @@
-"""The loader's state: checking that it fits, and splitting it among ranks and workers."""
+"""Check that a loader's state fits, and combine the states of ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAME = "exactdata.StatefulDataLoader"
 VERSION = 1
 
 _MESSAGE = "{key} in this state is {value}; it must be {allowed}: the state was edited; use another checkpoint"
-_OTHER_LOADERS = {  # of states that another loader with the same sampler wrote
+_OTHER_LOADERS = {  # keys of states that another loader with the same sampler wrote
     "epoch": whole(),
     "batches_yielded": whole(),
     "samples_yielded": whole(),
@@ -65,11 +65,11 @@ _RANKS = Record({"version": whole(1), "loader": one_of(NAME), "ranks": ListOf(ma
 
 _UNCHANGEABLE = (int, str, bool, float, type(None))
 
-DatasetStates = list[dict[str, Any]]  # one per worker; of an iterable dataset they are those of its shards
+DatasetStates = list[dict[str, Any]]  # one per worker; for an iterable dataset, one per shard
 
 
 def copied(value: Any) -> Any:
-    """A copy that its owner does not change any more; only what is in a flat dict of plain values is copied fast."""
+    """Return a copy that later changes of the original do not affect. Flat dicts of plain values are copied fast."""
     kind = type(value)
     if kind in _UNCHANGEABLE:
         return value
@@ -79,7 +79,7 @@ def copied(value: Any) -> Any:
 
 
 def one_value(value: Any) -> Any:
-    """Write a value as JSON text, if JSON brings it back unchanged.
+    """Return a value as JSON text, if JSON preserves it; otherwise a copy.
 
     torch.distributed.checkpoint would flatten a list of dicts into keys, whose number differs from state to state.
     """
@@ -95,10 +95,10 @@ def one_value(value: Any) -> Any:
 
 
 def opened(value: Any) -> Any:
-    """Read what `one_value` returned.
+    """Parse the result of `one_value`.
 
     Raises:
-        LoaderStateError: it is a text, but not of JSON.
+        LoaderStateError: it is a text, but not JSON.
     """
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -114,10 +114,10 @@ def sealed(state: State) -> State:
 
 
 def check_seal(state: State, what: str) -> None:
-    """Check that a state is what it was when it was sealed.
+    """Check that a state has not changed since it was sealed.
 
     Raises:
-        LoaderStateError: it was changed since.
+        LoaderStateError: it has changed.
     """
     check_same_seal(state.get("digest"), _digest_of(state), what, LoaderStateError, "digest")
 
@@ -131,12 +131,12 @@ def _digest_of(state: State) -> str:
 
 
 def is_in_epoch(state: State) -> bool:
-    """Whether the state was taken within an epoch, not between two."""
+    """Check whether the state was taken within an epoch, not between two."""
     return bool(state.get("in_epoch", state["batches_yielded"] > 0))
 
 
 def size_of(dataset: Any) -> int | None:
-    """Samples in the dataset, None if it has no length."""
+    """Return the number of samples in the dataset; None if it has no length."""
     try:
         return len(dataset)
     except TypeError:
@@ -161,22 +161,23 @@ def require(state: Any, keys: Sequence[str]) -> None:
 
 
 def _check_declared(state: Any) -> None:
-    """Check what any state of a loader holds."""
+    """Check the keys that a state of any loader has."""
     require(state, ("epoch", "batches_yielded"))
     check(state, _ANY, _MESSAGE, LoaderStateError)
 
 
 def check_state(state: Any, iterable: bool, size: int | None, sampler_checks: bool, counts_batches: bool) -> None:
-    """Check that a loader of this kind wrote `state`, for a dataset of this size, and that nobody changed it since.
+    """Check that a loader of this kind wrote `state`, for a dataset of this size.
 
-    A state with nothing but `epoch`, `batches_yielded`, `samples_yielded`, `batch_size` and `sampler` may be of another
-    loader, and has no seal.
+    A state with no keys but `epoch`, `batches_yielded`, `samples_yielded`, `batch_size` and `sampler` may be from
+    another loader, and has no seal.
 
     Args:
+        state: the state to check.
         iterable: this loader's dataset is iterable-style.
         size: samples in this loader's dataset, if known.
         sampler_checks: the sampler compares the sizes itself.
-        counts_batches: the sampler yields batches of its own, which may be empty.
+        counts_batches: the sampler yields batches, which may be empty.
 
     Raises:
         LoaderStateError: the state does not fit.
@@ -209,15 +210,16 @@ def check_state(state: Any, iterable: bool, size: int | None, sampler_checks: bo
 
 
 def check_place(state: State, epoch_size: int | None, batch_size: int | None, counts_batches: bool) -> None:
-    """Check that an epoch is as long as the state says, if its length is known, and that the state is unchanged.
+    """Check that the place is within the epoch, if its length is known, and that the state is unchanged.
 
     Args:
+        state: the state to check.
         epoch_size: samples of every epoch; batches if `counts_batches`.
         batch_size: samples per batch; None: 1.
-        counts_batches: the sampler yields batches of its own.
+        counts_batches: the sampler yields batches.
 
     Raises:
-        LoaderStateError: the state has another place, or was changed.
+        LoaderStateError: the place is outside the epoch, or the state was changed.
     """
     key = "batches_yielded" if counts_batches or "samples_yielded" not in state else "samples_yielded"
     if epoch_size is not None and is_in_epoch(state):
@@ -238,7 +240,7 @@ def check_place(state: State, epoch_size: int | None, batch_size: int | None, co
 
 
 def check_sampler_epoch(state: State) -> None:
-    """Check what a plain sampler's `set_epoch` is called with, if the state has it.
+    """Check the epoch that a plain sampler's `set_epoch` is called with, if the state has it.
 
     Raises:
         LoaderStateError: it is not an integer that torch can seed a generator with.
@@ -251,7 +253,7 @@ def aggregate(states: Sequence[State]) -> State:
     """Combine the states of all ranks, ordered by rank, into one.
 
     Raises:
-        LoaderStateError: there are none, or the ranks stand at different places.
+        LoaderStateError: there are none, or the ranks are at different places.
     """
     if not isinstance(states, Sequence) or not states:
         raise LoaderStateError("aggregate_state_dict got no states: pass a list of one per rank")
@@ -262,11 +264,11 @@ def aggregate(states: Sequence[State]) -> State:
 def check_ranks(states: Sequence[State]) -> None:
     """Check that the states of all ranks were taken at the same place.
 
-    Ranks that read streams, or samplers of their own, may be in different epochs; the batches that each of them has
-    taken since the start of the run are the same.
+    Ranks with streams or plain samplers may be in different epochs. The number of batches since the start of the run is
+    then compared.
 
     Raises:
-        LoaderStateError: names the first rank that disagrees with rank 0, and both places.
+        LoaderStateError: a rank disagrees with rank 0; names the first such rank and both places.
     """
     for state in states:
         _check_declared(state)
@@ -283,9 +285,9 @@ def check_ranks(states: Sequence[State]) -> None:
 
 
 def _place(state: State) -> dict[str, Any]:
-    """What the states of all ranks have in common."""
+    """Return the part of a state that is the same on all ranks."""
     place = {key: state.get(key) for key in ("version", "style", "batch_size")}
-    if not counts_ranks(state):  # every rank may have data, and epochs, of its own
+    if not counts_ranks(state):  # each rank may have different data and epochs
         batches = state["batches_yielded"]
         if "batches_before" in state:
             return {**place, "batches since the start of the run": state["batches_before"] + batches}
@@ -296,12 +298,12 @@ def _place(state: State) -> dict[str, Any]:
 
 
 def counts_ranks(state: State) -> bool:
-    """Whether the sampler that was saved deals out equal parts of its epoch, and says to how many ranks."""
+    """Check whether the saved sampler deals out equal parts of its epoch, and records to how many ranks."""
     return "num_replicas" in (state.get("sampler") or ())
 
 
 def check_aggregated(aggregated: Any, rank: int, world_size: int) -> list[State]:
-    """Check what `aggregate` returned, and that `rank` is one of `world_size`.
+    """Check the result of `aggregate`, and that `rank` is one of `world_size` ranks.
 
     Returns:
         The states of the ranks that were saved.
