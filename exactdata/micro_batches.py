@@ -1,7 +1,7 @@
-"""The elastic order in micro-batches that do not depend on the number of ranks.
+"""Split the elastic order into micro-batches that do not depend on the number of ranks.
 
-A step is a range of positions, the global batch, and micro-batch j of it a fixed part of that range. Each rank takes a
-range of the micro-batches, so that it has a whole number of them, perhaps one more than another rank, or none.
+A step is a range of positions, the global batch, and micro-batch j is a fixed part of that range. Each rank takes a
+range of the micro-batches. Some ranks may have one micro-batch more than others, or none.
 
 Does not import torch.
 """
@@ -20,13 +20,13 @@ from exactdata.order.spans import END
 
 
 class MicroBatchSampler:
-    """A rank's micro-batches of every step, of a sampler whose state does not depend on ranks.
+    """Yield a rank's micro-batches of every step. The state does not depend on ranks.
 
-    Between two steps the state is the same for every rank that has micro-batches at all; that of rank 0, which always
-    has some, is the one to save. An incomplete last step is left out.
+    Between two steps the state is the same on every rank that has micro-batches. Save the state of rank 0, which always
+    has some. An incomplete last step is left out.
 
     Args:
-        sampler: of all positions, as for one replica.
+        sampler: a sampler of all positions, with one replica.
         shape: how a step is split; with `micro_batches`.
         rank: this rank.
     """
@@ -41,35 +41,35 @@ class MicroBatchSampler:
         self._offsets = np.arange(first, first + self._of_step, dtype=np.int64)
 
     def locate(self, position: int | I64) -> tuple[Any, Any, Any]:
-        """See `ElasticSampler.locate`; positions do not depend on ranks."""
+        """Look up samples as `ElasticSampler.locate`; positions do not depend on ranks."""
         return self.sampler.locate(position)
 
     def set_epoch(self, epoch: int) -> None:
-        """Does nothing, as with the sampler itself."""
+        """Do nothing, as the sampler itself."""
 
     def __iter__(self) -> Iterator[int]:
         for indices in self.iter_batches(self._size, drop_last=True):
             yield from indices.tolist()
 
     def iter_batches(self, batch_size: int, drop_last: bool) -> Iterator[I64]:
-        """The indices of this rank's micro-batches, int64 of shape (batch_size,).
+        """Yield the indices of this rank's micro-batches, int64 of shape (batch_size,).
 
         Args:
-            batch_size: that of the micro-batches, or one that divides it.
+            batch_size: samples per micro-batch, or a divisor of it.
             drop_last: has no effect: a step is always complete.
         """
-        iter(self.sampler)  # an iteration begins where the state says
+        iter(self.sampler)  # begins an iteration at the position in the state
         return drawn_in_blocks(self.sampler, Iteration(), batch_size, True, self._left_after, self.positions)
 
     def _left_after(self, samples: int) -> int:
-        """See `samples_left_after`; of an endless order, as many as can be counted."""
+        """Return `samples_left_after`, or for an endless order the largest number that can be counted."""
         try:
             return self.samples_left_after(samples)
         except TypeError:
             return END // self._step * self._of_step - samples
 
     def __len__(self) -> int:
-        """Samples of this rank in the whole iteration.
+        """Return the number of samples of this rank in the whole iteration.
 
         Raises:
             TypeError: the order is endless.
@@ -77,7 +77,7 @@ class MicroBatchSampler:
         return len(self.sampler) // self._step * self._of_step
 
     def samples_left_after(self, samples: int) -> int:
-        """Samples that this rank still gets after `samples` samples of the current iteration.
+        """Return how many samples this rank still gets after `samples` samples of the current iteration.
 
         Raises:
             TypeError: the order is endless.
@@ -86,7 +86,7 @@ class MicroBatchSampler:
         return left // self._step * self._of_step - samples % max(self._of_step, 1)
 
     def positions(self, first: int, count: int) -> I64:
-        """Positions in the run of this rank's samples [first, first + count) of the current iteration, (count,)."""
+        """Return the positions in the run of this rank's samples [first, first + count) of the iteration, (count,)."""
         start = int(self.sampler.positions(0, 1)[0])
         step, within = divmod(first, max(self._of_step, 1))
         if within + count <= self._of_step:
@@ -95,19 +95,19 @@ class MicroBatchSampler:
         return np.asarray(start + steps * self._step + self._offsets[rest], dtype=np.int64)
 
     def sample_keys(self, first: int, count: int) -> U64:
-        """See `ElasticSampler.sample_keys`; of the samples that `positions` describes."""
+        """Return the keys of the samples at `positions(first, count)`; see `ElasticSampler.sample_keys`."""
         return self.sampler.order.sample_keys(self.positions(first, count))
 
     def _reached(self, samples: int) -> int:
-        """Samples of all ranks in the steps that this rank has completed after `samples` samples."""
+        """Return the samples of all ranks in the steps that this rank has completed after `samples` samples."""
         return samples // max(self._of_step, 1) * self._step
 
     def state_dict(self) -> dict[str, Any]:
-        """The state at which the next iteration begins."""
+        """Return the state at which the next iteration begins."""
         return self.sampler.state_dict()
 
     def state_dict_at(self, samples: int) -> dict[str, Any]:
-        """The state after `samples` samples of this rank in the current iteration, between two steps."""
+        """Return the state after `samples` samples of this rank in the current iteration, between two steps."""
         return self.sampler.state_dict_at(self._reached(samples))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

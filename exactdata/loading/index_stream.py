@@ -209,7 +209,7 @@ class IndexStream:
         self._ended = self._exhausted = True
 
     def state(self) -> dict[str, Any] | None:
-        """Return a plain sampler's state after the last batch drawn; None if the number of samples is its only state."""
+        """Return a plain sampler's state after the last batch drawn; None if the sample count is its only state."""
         if self._base is not None:
             return self._base
         if not self.is_stateful:

@@ -1,7 +1,4 @@
-"""Prefetching in a thread, for map-style datasets that gather a batch with hardly any Python.
-
-Such a gather takes a tenth of the time of sending its result between processes.
-"""
+"""Prefetch in a thread, for map-style datasets that gather a batch with hardly any Python."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from exactdata.loading.protocols import BatchRecord
 
 
 class PrefetchThread(threading.Thread):
-    """Fetches the batches it is asked for; it has no reference to the iterator, which may be freed at any time."""
+    """Fetch requested batches in a thread without a reference to the iterator, which may be freed at any time."""
 
     # Keyed by the dataset's identity: a dataset need not be thread-safe, and a loader may have several iterators.
     _locks: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
@@ -46,7 +43,7 @@ class PrefetchThread(threading.Thread):
                     self.results.put((None, error))
 
     def stop(self) -> None:
-        """Fetch nothing more, whatever was requested."""
+        """Stop fetching, and ignore the remaining requests."""
         self._stopped = True
         self.requests.put(None)
 
@@ -59,15 +56,19 @@ class PrefetchThread(threading.Thread):
 
 
 atexit.register(PrefetchThread.stop_all)
-# The threads stay behind in the parent, which may hold a lock at that moment.
+# A fork copies the locks but not the threads, and a lock may be held at that moment.
 os.register_at_fork(after_in_child=PrefetchThread._locks.clear)
 
 
 class PrefetchedEpoch(Epoch):
-    """An epoch of a map-style dataset, prefetched by a thread.
+    """Iterate over an epoch of a map-style dataset, prefetched by a thread.
 
     Args:
-        depth: batches to prefetch.
+        source: the indices.
+        fetcher: fetches a batch of indices.
+        depth: number of batches to prefetch.
+        position: where the epoch begins.
+        rest: further arguments of `Epoch`.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class PrefetchedEpoch(Epoch):
         self._begin(position.samples)
 
     def _begin(self, drawn: int) -> None:
-        """Start a thread that fetches what follows the first `drawn` samples. It is stopped when the epoch is freed."""
+        """Start a thread that fetches after the first `drawn` samples. It is stopped when the epoch is freed."""
         self._thread = PrefetchThread(self._fetcher)
         self._pending: list[tuple[Indices, int, int, dict[str, Any] | None]] = []
         self._drawn = drawn
@@ -130,4 +131,4 @@ class PrefetchedEpoch(Epoch):
     def close(self) -> None:
         self.closed = self.closed or not self.finished
         self._thread.stop()
-        self._thread.join()  # what comes next may change the dataset
+        self._thread.join()  # the caller may change the dataset next

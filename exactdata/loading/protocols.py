@@ -1,6 +1,6 @@
-"""The interface of a data loader that can be resumed, on any number of ranks and workers.
+"""Define the interface of a data loader that can be resumed, on any number of ranks and workers.
 
-Nothing here imports torch when it is imported.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class LoaderError(UserError, ValueError):
 
 
 class DataEndedError(LoaderError):
-    """The sampler has yielded all its samples, and has no other epoch."""
+    """The sampler has yielded all its samples, and has no further epoch."""
 
 
 class LoaderStateError(UserError, ValueError):
@@ -29,13 +29,13 @@ class LoaderStateError(UserError, ValueError):
 
 @dataclass(frozen=True, eq=False)
 class BatchRecord:
-    """Which samples a batch holds.
+    """The samples of a batch.
 
     Attributes:
-        indices: int64, shape (samples,): dataset indices. None for an iterable dataset, and where the indices
-            are not integers.
+        indices: int64, shape (samples,): dataset indices. None for an iterable dataset, and for indices that are not
+            integers.
         positions: int64, shape (samples,): global positions as the sampler counts them, from the start of the run
-            (ElasticSampler) or of the epoch (DistributedSampler, MixtureSampler). None where the sampler has no
+            (ElasticSampler) or of the epoch (DistributedSampler, MixtureSampler). None if the sampler has no
             `positions` method.
         epoch: the epoch of the batch, from 0.
     """
@@ -57,7 +57,7 @@ class RestartableDataLoader(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
     def state_dict(self) -> State:
-        """This rank's state after the last batch that was yielded; prefetched batches do not count."""
+        """Return this rank's state after the last batch that was yielded; prefetched batches do not count."""
         ...
 
     def load_state_dict(self, state: State) -> None:
@@ -91,16 +91,17 @@ def set_ranks(rank: int, world_size: int) -> None:
 
 
 def ranks() -> tuple[int, int]:
-    """(rank, world size) of the loader that reads this dataset, also in its worker processes."""
+    """Return (rank, world size) of the loader that reads this dataset, also in its worker processes."""
     return _rank, _world_size
 
 
 class Acting:
-    """A context in which a dataset is read: as this shard, which may be another one, by which a part was left.
+    """Context in which a dataset is read as a given shard. It may be an old shard, left over from before a resume.
 
     Attributes:
-        epoch: of the loader.
-        asked: `shard` was called in it.
+        shard: (index, number of shards) that `shard` returns.
+        epoch: the loader's epoch.
+        asked: whether `shard` was called in this context.
     """
 
     def __init__(self, shard: tuple[int, int], epoch: int) -> None:
@@ -120,7 +121,7 @@ _acting: list[Acting] = []
 
 
 def shard() -> tuple[int, int]:
-    """(index of this shard, number of shards), counted over all ranks and their workers.
+    """Return (index of this shard, number of shards), counted over all ranks and their workers.
 
     An iterable dataset that yields every `number`-th item, starting at item `index`, is split without overlap.
     Worker `w` of `W` of rank `r` reads shard `r * W + w`. Outside a worker process, a rank is one shard.
@@ -136,8 +137,8 @@ def shard() -> tuple[int, int]:
 
 
 def epoch() -> int | None:
-    """The epoch, from 0, in which a loader reads this iterable dataset, also in its workers; None outside of a loader.
+    """Return the epoch, from 0, in which a loader reads this iterable dataset, also in workers; None without a loader.
 
-    A dataset that counts its epochs itself loses count where workers do not outlive an epoch.
+    A dataset that counts epochs itself loses count where workers do not outlive an epoch.
     """
     return _acting[-1].epoch if _acting else None

@@ -1,6 +1,6 @@
-"""Randomness that depends on the sample alone, not on the number of workers or ranks, nor on resumes.
+"""Draw random numbers that depend on the sample alone, not on the number of workers or ranks, nor on resumes.
 
-Nothing here imports torch.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class NoSampleError(UserError, RuntimeError):
 
 
 class _Current(threading.local):
-    """What this thread is fetching: the keys of the batch (or a function that returns them) and the index in it.
+    """The batch that this thread is fetching: its keys (or a function that returns them) and the index within it.
 
-    The fetcher sets both before a batch, and `keys` to None after it.
+    The fetcher sets both before a batch, and sets `keys` to None after it.
     """
 
     keys: Keys | Callable[[], Keys] | None = None
@@ -36,16 +36,15 @@ current = _Current()
 
 
 def sample_rng(at: int | None = None) -> np.random.Generator:
-    """The random generator of the sample that is being fetched.
+    """Return the random generator of the sample that is being fetched.
 
-    A counter-based generator (Philox) keyed by the seed, the source and how many samples that source has given
-    before, so that augmentation, cropping and dropping do not depend on workers, ranks or resumes. With a sampler
+    It is a counter-based generator (Philox), keyed by the seed, the source and the number of earlier samples of that
+    source. Augmentation, cropping and dropping therefore do not depend on workers, ranks or resumes. With a sampler
     that has no `sample_keys`, the key is a hash of the epoch's seed and the dataset index. Every call for the same
     sample starts the same random stream: call it once per sample.
 
     Args:
-        at: index of the sample within the batch, to be passed in a dataset's `__getitems__`. Inside `__getitem__`
-            it is known.
+        at: index of the sample within the batch, needed in a dataset's `__getitems__`; not needed in `__getitem__`.
 
     Raises:
         NoSampleError: called while no `StatefulDataLoader` is fetching a sample.
@@ -62,7 +61,7 @@ def sample_rng(at: int | None = None) -> np.random.Generator:
 
 
 def keys_from_indices(seed: int, indices: Sequence[Any]) -> Keys:
-    """Keys where the sampler has none: a hash of (the epoch's seed, the dataset index).
+    """Hash (the epoch's seed, the dataset index) to keys, for a sampler without keys.
 
     Indices that are not integers (the keys of a mapping, for example) are hashed by their `repr`.
     """

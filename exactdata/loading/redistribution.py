@@ -1,8 +1,8 @@
-"""Which shards of a stream a process resumes, and how what is left of an epoch is dealt out to another number of them.
+"""Decide which shards of a stream a process resumes, and deal out the rest of an epoch to another number of shards.
 
-What the dataset can deal out, it does, by its `aggregate_state_dict` and `deaggregate_state_dict`: the inner states of
-shards that are under way. The loader does the rest, since an inner state need not say it: shards that have ended have
-nothing left, and those that nobody has begun are read as the shards that they were.
+The dataset deals out the inner states of unfinished shards, by its `aggregate_state_dict` and
+`deaggregate_state_dict`. The loader handles the other shards, because an inner state need not distinguish them: a shard
+that has ended has nothing left, and a shard that was not begun is read as the shard that it was.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEYS = ("dataset", "iterator", "samples", "begun", "ended", "boundary", "owner"
 
 
 def for_rank(aggregated: State, rank: int, world_size: int, workers: int) -> State:
-    """The state from which `rank` of `world_size` resumes a stream, each with `workers` shards.
+    """Return the state from which `rank` of `world_size` resumes a stream, each with `workers` shards.
 
     Raises:
         LoaderStateError: the ranks are in different epochs.
@@ -38,7 +38,7 @@ def for_rank(aggregated: State, rank: int, world_size: int, workers: int) -> Sta
 
 
 def _shards_of(state: State, ranks: Sequence[State], epoch: int) -> DatasetStates:
-    """The states of one rank's shards, as seen from `epoch`."""
+    """Return the states of one rank's shards, as seen from `epoch`."""
     workers = max(int(state.get("num_workers", 0)), 1)
     rank = next(number for number, other in enumerate(ranks) if other is state)
     saved: DatasetStates | None = opened(state.get("dataset"))
@@ -66,13 +66,16 @@ def check_alike(dataset: Any, states: Sequence[State]) -> None:
 
 
 def for_workers(state: State, dataset: Any, ranks: tuple[int, int], workers: int) -> tuple[DatasetStates | None, bool]:
-    """The states from which this rank's `workers` resume a stream (None: from the beginning), and whether they are new.
+    """Return the states from which this rank's `workers` resume a stream, and whether the shards have changed.
 
-    If the number of shards changed, each state is `{"redistribute": [all old states]}`, and each worker picks its part
-    by `own`.
+    The states are None to begin anew. If the number of shards changed, each state is `{"redistribute": [all old
+    states]}`, and each worker picks its part by `own`.
 
     Args:
+        state: the loader's state.
+        dataset: the stream.
         ranks: (rank, world size).
+        workers: number of workers of this rank.
 
     Raises:
         LoaderStateError: the number of shards changed, and the dataset cannot redistribute its states.
@@ -115,10 +118,11 @@ def _can_redistribute(dataset: Any) -> bool:
 
 
 def own(dataset: Any, saved: State) -> State | None:
-    """The state from which this process's shard resumes; None: from the beginning.
+    """Return the state from which this process's shard resumes; None: from the beginning.
 
     Args:
-        saved: one of those that `for_workers` returned.
+        dataset: the stream.
+        saved: one of the states that `for_workers` returned.
     """
     if "redistribute" in saved:
         return _redistribute(dataset, [_with_inner(dataset, state) for state in saved["redistribute"]])
@@ -126,7 +130,7 @@ def own(dataset: Any, saved: State) -> State | None:
 
 
 def _with_inner(dataset: Any, state: State) -> State:
-    """`state` with the dataset's own in each leg that was saved before workers had begun it: another leg changes it."""
+    """Add the dataset's own state to each leg that was saved before a worker began it: another leg may change it."""
     if not is_stateful(dataset) or is_iterator(dataset):
         return state
     if state["boundary"] and state["dataset"] is None:
@@ -150,7 +154,7 @@ def _redistribute(dataset: Any, states: DatasetStates) -> State | None:
 
 
 def _nothing(dataset: Any, legs: DatasetStates) -> State:
-    """The inner state of a shard that gets none of the legs under way: it too goes on to the next epoch at the end."""
+    """Return the inner state of a shard that gets none of the unfinished legs. It joins the next epoch."""
     inner = [leg for leg in legs if leg["dataset"] is not None]
     for leg in inner:
         if has_ended(leg):
@@ -161,12 +165,12 @@ def _nothing(dataset: Any, legs: DatasetStates) -> State:
 
 
 def _inner_part(dataset: Any, legs: DatasetStates, shard: int, shards: int) -> State:
-    """The inner states of one shard, out of those of legs under way."""
+    """Return the inner state of one shard, from the states of unfinished legs."""
     inner = copy.deepcopy([leg["dataset"] if leg["iterator"] is None else leg["iterator"] for leg in legs])
     part = dataset.deaggregate_state_dict(dataset.aggregate_state_dict(inner), shard, shards)
     if legs[0]["iterator"] is not None and not is_iterator(dataset):
         return {"dataset": None, "iterator": part}
     if isinstance(part, dict) and isinstance(inner[0], dict) and part.keys() != inner[0].keys():
-        load_state(dataset, part)  # it can be loaded, but not yet aggregated again
+        load_state(dataset, part)  # `part` can be loaded, but not yet aggregated again
         part = dataset.state_dict()
     return {"dataset": part, "iterator": None}

@@ -1,7 +1,7 @@
-"""The loader's own random stream: the draws torch's loader would make, without moving the global generator.
+"""Draw the loader's seeds as torch's loader does, without moving the global generator.
 
 torch's DataLoader draws a seed for its workers from the global generator at every `iter()`, and a shuffling sampler
-draws another one with its first index. This loader draws both from a private copy of the global generator, made
+draws another seed with its first index. This loader draws both from a private copy of the global generator, made
 when it is first iterated. After `torch.manual_seed` the order is torch's, in every epoch, and the global generator
 stays where it was, so that dropout in a resumed run is the same as in an uninterrupted one. A generator passed as
 `generator=` is drawn from as torch does.
@@ -23,21 +23,21 @@ from exactdata.order.state_checks import shown
 
 
 def draw_seed(generator: torch.Generator) -> int:
-    """One seed, drawn as torch's DataLoader draws its base seed."""
+    """Draw one seed as torch's DataLoader draws its base seed."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
 class SeedStream:
     """One seed per epoch, and the state to reproduce it.
 
-    Where the sampler seeds itself, and for the later epochs of persistent workers, each seed is derived from the one
-    before ("chained"): a single integer is the whole state. The first one is then derived from the sampler's `seed`, if
-    it has one, so that every rank has the same state, however it has seeded torch.
+    If the sampler seeds itself, and for the later epochs of persistent workers, each seed is derived from the previous
+    one ("chained"), and a single integer is the whole state. The first seed is then derived from the sampler's `seed`,
+    if it has one, so that every rank has the same state, however it has seeded torch.
 
     Args:
-        generator: the one passed to the loader, or None.
+        generator: the generator passed to the loader, or None.
         seeds_itself: the sampler needs no random draws from the loader.
-        sampler: if it has a `generator`, that is saved and restored as well.
+        sampler: the sampler. If it has a `generator`, the generator is saved and restored as well.
     """
 
     def __init__(self, generator: torch.Generator | None, seeds_itself: bool, sampler: Any) -> None:
@@ -52,7 +52,7 @@ class SeedStream:
 
     @property
     def private(self) -> torch.Generator:
-        """The copy of the global generator, made at the first use."""
+        """Return the private copy of the global generator, made at its first use."""
         if self._private is None:
             self._private = torch.Generator()
             self._private.set_state(torch.get_rng_state())
@@ -79,7 +79,7 @@ class SeedStream:
         return ahead
 
     def begin_restored(self) -> torch.Generator:
-        """Begin the epoch that `load` restored; returns what `begin` does."""
+        """Begin the epoch that `load` restored, and return a generator as `begin` does."""
         if self.chained:
             assert self.base_seed is not None
             return torch.Generator().manual_seed(self.base_seed)
@@ -109,7 +109,7 @@ class SeedStream:
             torch.set_rng_state(outside)
 
     def state(self, in_epoch: bool) -> dict[str, Any]:
-        """The state at the start of the current epoch, or of the next one if not `in_epoch`."""
+        """Return the state at the start of the current epoch, or of the next one if not `in_epoch`."""
         state: dict[str, Any] = {"base_seed": self.base_seed, "chained": self.chained}
         if self.seeds_itself:
             state["base_seed"] = self._root()
@@ -124,7 +124,7 @@ class SeedStream:
         return state
 
     def _root(self) -> int:
-        """The seed that the next epoch's seed is derived from."""
+        """Return the seed that the next epoch's seed is derived from."""
         if self.base_seed is None:
             seed = getattr(self._sampler, "seed", None) if self.seeds_itself else None
             if isinstance(seed, int):
@@ -134,7 +134,7 @@ class SeedStream:
         return self.base_seed
 
     def worker_seed(self, rank: int) -> int | None:
-        """Return the seed of this rank's workers in this epoch; None: torch seeds them, from what `begin` returned."""
+        """Return the seed of this rank's workers in this epoch; None: torch seeds them from `begin`'s generator."""
         if not self.chained or self.base_seed is None:
             return None
         return stream_key(self.base_seed, rank) >> 1 if rank else self.base_seed
@@ -143,8 +143,8 @@ class SeedStream:
         """Check that `load` can restore `state`.
 
         Raises:
-            LoaderStateError: a generator's state is not one, the seed of a chain is missing, or the sampler draws from
-                a generator of its own only here or only where the state was saved.
+            LoaderStateError: a generator's state is invalid, the seed of a chain is missing, or the sampler has a
+                generator only here or only where the state was saved.
         """
         if state["chained"] and state["base_seed"] is None:
             raise LoaderStateError(
@@ -169,7 +169,7 @@ class SeedStream:
             )
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
+        """Restore a state that `state` returned."""
         self.base_seed, self.chained = state["base_seed"], state["chained"]
         if "private" in state:
             self.private.set_state(_decode(state["private"]))
@@ -180,7 +180,7 @@ class SeedStream:
 
 
 def generator_of(sampler: Any) -> torch.Generator | None:
-    """The generator of a sampler, or of the sampler within a batch sampler."""
+    """Return the generator of a sampler, or of the sampler within a batch sampler."""
     found = getattr(sampler, "generator", None) or getattr(getattr(sampler, "sampler", None), "generator", None)
     return found if isinstance(found, torch.Generator) else None
 

@@ -1,8 +1,8 @@
-"""Turning an iterable dataset into batches, with a state after each of them.
+"""Fetch batches of an iterable dataset, with a state after each of them.
 
-A *leg* is what a process reads of one shard in one epoch. Usually it is one leg, of its own shard. After a resume with
-another number of shards there may be more: those of old shards that nobody had begun are waiting, and are read in turn
-as the shards that they were.
+A *leg* is the part of one shard that a process reads in one epoch. Usually a process has one leg, of its shard. After a
+resume with another number of shards there may be more: old shards that were not begun wait, and are read one after
+another under their old shard numbers.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from exactdata.loading import protocols
 from exactdata.loading.fetch import annotate, collate, is_iterator, is_stateful, items, load_end, load_state, stopped
 from exactdata.loading.protocols import LoaderStateError, State
 
-_CALLABLE_ITERATOR = type(iter(int, 1))  # a StopIteration of its function is its end
+_CALLABLE_ITERATOR = type(iter(int, 1))  # its function may raise StopIteration to end it
 
 
 class StreamFetcher:
-    """Batches of an iterable-style dataset, and the state after each of them.
+    """Fetch batches of an iterable-style dataset, and keep the state after each of them.
 
     A state is a dict of
 
     - `dataset` and `iterator`: the state of each, or None;
-    - `samples`: how many to skip after restoring them;
+    - `samples`: how many samples to skip after restoring them;
     - `begun`, `ended`: whether a sample of this leg was yielded in this epoch, and whether the leg has ended; with
       `boundary`: whether the dataset had ended before, in another epoch;
-    - `boundary`: the inner states were taken between two epochs;
-    - `owner`: (number, shards) of the process; `shard`: that as which this leg is read;
+    - `boundary`: whether the inner states were taken between two epochs;
+    - `owner`: (number, shards) of the process; `shard`: the (number, shards) under which this leg is read;
     - `waiting`: further legs of this epoch.
 
-    These say what the inner states need not: they are the loader's own account of what was yielded.
+    The inner states need not record any of this, so the loader does.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class StreamFetcher:
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.iterator: Any = None
-        self.samples = 0  # yielded of this leg: the state, if the dataset has none of its own
+        self.samples = 0  # yielded of this leg: the state of a dataset without a state
         self.ended = False
-        self.legs = 0  # opened in this process; a state's `samples` are of one of them
-        self.exhausted = False  # the dataset has ended at least once, in this process or before the state loaded
+        self.legs = 0  # number of legs opened in this process; a state's `samples` belong to one leg
+        self.exhausted = False  # whether the dataset has ended at least once, here or before the state loaded
         self._base: State | None = None  # the state until the first batch is fetched
-        self._failed: State | None = None  # the state after an error: that of the batch before
+        self._failed: State | None = None  # after an error, the state after the batch before it
         self._waiting: list[State] = []
         self._owner = self._shard = (0, 1)
         self._epoch = 0
@@ -62,11 +62,11 @@ class StreamFetcher:
         """Begin an epoch, or resume from a saved state.
 
         Args:
-            saved: of this shard.
-            epoch: of the loader.
+            saved: the state of this shard; None: begin.
+            epoch: the loader's epoch.
 
         Raises:
-            ValueError: the dataset ends before the samples to skip do.
+            ValueError: the dataset ends within the samples to skip.
         """
         self._owner, self._epoch = protocols.shard(), epoch
         self._waiting = [] if saved is None else list(saved["waiting"])
@@ -118,7 +118,7 @@ class StreamFetcher:
         if not self.is_stateful:
             self.samples = saved["samples"]
         if ended or (self.is_stateful and not skip):
-            # Until a sample is taken, since a generator has not started to run yet.
+            # Kept until a sample is taken, because a generator has not started to run yet.
             self._base = {**saved, "owner": list(self._owner), "shard": list(self._shard)}
 
     @property
@@ -126,12 +126,12 @@ class StreamFetcher:
         return is_stateful(self.iterator) or is_stateful(self.dataset)
 
     def fetch(self) -> tuple[Any, int]:
-        """The next batch, and the number of samples in it.
+        """Return the next batch, and the number of samples in it.
 
         Raises:
             StopIteration: the dataset has ended.
             RuntimeError: the dataset raised StopIteration without having ended.
-            Exception: any error of the dataset; the index of the sample and the process are added to the message.
+            Exception: any error of the dataset, with the index of the sample and the process added to the message.
         """
         before = self._opened, self.samples - self._opened_at, list(self._waiting)
         samples: list[Any] = []
@@ -147,7 +147,7 @@ class StreamFetcher:
             batch = collate(self.collate_fn, samples[0] if self.batch_size is None else samples)
         except StopIteration:
             raise
-        except BaseException:  # Ctrl-C, too
+        except BaseException:  # includes KeyboardInterrupt
             opened, since, waiting = before
             self._failed = {**opened, "samples": opened["samples"] + since, "waiting": waiting}
             self._failed["begun"] = opened["begun"] or since > 0
@@ -156,7 +156,7 @@ class StreamFetcher:
         return batch, len(samples)
 
     def _fill(self, samples: list[Any]) -> bool:
-        """Add samples of this leg to a batch; returns whether it is full, else the leg has ended."""
+        """Add samples of this leg to a batch, and return whether it is full. If it is not, the leg has ended."""
         was_begun = self._was_begun or self.samples > 0
         first, full = len(samples), True
         try:
@@ -181,7 +181,7 @@ class StreamFetcher:
         return full
 
     def state(self) -> State:
-        """The state after the last batch that `fetch` returned."""
+        """Return the state after the last batch that `fetch` returned."""
         if self._failed is not None:
             return self._failed
         if self._base is not None:
@@ -193,7 +193,7 @@ class StreamFetcher:
         return self._state(dataset=outer, iterator=inner, samples=0 if known else self.samples, ended=self.ended)
 
     def boundary_state(self) -> State:
-        """The state between the epoch that has ended and the next one."""
+        """Return the state between the epoch that has ended and the next one."""
         dataset = self.dataset.state_dict() if is_stateful(self.dataset) else None
         return {**self._state(dataset=dataset, ended=True, boundary=True), "begun": False}
 
@@ -212,12 +212,12 @@ class StreamFetcher:
 
 
 def between_epochs(owner: tuple[int, int], dataset: Any = None, iterator: Any = None) -> State:
-    """The state of a shard that has not been begun.
+    """Return the state of a shard that has not been begun.
 
     Args:
         owner: (number, shards).
-        dataset: the dataset's state, if it has any.
-        iterator: the same, if the dataset is its own iterator.
+        dataset: the dataset's state, if it has one.
+        iterator: the dataset's state, if it is its own iterator.
     """
     return {
         "dataset": dataset,
@@ -233,14 +233,14 @@ def between_epochs(owner: tuple[int, int], dataset: Any = None, iterator: Any = 
 
 
 def has_ended(state: State) -> bool:
-    """Whether nothing is left of this epoch for the shard with this state."""
+    """Check whether nothing is left of this epoch for the shard with this state."""
     return bool(state["ended"] and not state["boundary"] and not state["waiting"])
 
 
 def _is_of_a_callback(error: StopIteration, iterator: Any) -> bool:
-    """Whether it comes out of a function that an iterator written in C calls, such as that of `map`.
+    """Check whether the error comes from a function that an iterator written in C calls, such as `map`.
 
-    In Python a generator turns such an error into a RuntimeError by itself, and `__next__` may mean it.
+    A Python generator turns such an error into a RuntimeError. A `__next__` method may raise it on purpose.
     """
     raised_in = error.__traceback__ and error.__traceback__.tb_next
     if raised_in is None or isinstance(type(iterator).__next__, FunctionType):

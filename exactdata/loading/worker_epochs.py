@@ -1,4 +1,4 @@
-"""Epochs whose batches are fetched by worker processes."""
+"""Iterate over epochs whose batches are fetched by worker processes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ class WorkerSetup:
     """How the worker processes begin an epoch.
 
     Attributes:
+        pool: the worker processes.
         count: number of workers.
-        seed: from which they are seeded; None: torch has seeded them.
+        seed: seed of the workers; None: torch has seeded them.
         saved: the state of the dataset in each worker, or None.
-        epoch: of the loader.
-        first: the worker that fetches the first batch.
+        epoch: the loader's epoch.
+        first: number of the worker that fetches the first batch.
         in_order: as in torch's DataLoader.
-        persistent: the workers outlive the epoch.
-        wait: wait until all workers have started, and raise their error, before the first batch is asked for.
+        persistent: whether the workers outlive the epoch.
+        wait: wait until all workers have started, and raise their error, before requesting the first batch.
     """
 
     pool: WorkerPool
@@ -51,7 +52,7 @@ class WorkerSetup:
 
 @dataclass(slots=True)
 class _PendingTask:
-    """A task that was dispatched, and the batch it is for, if any (`batch` is -1 if not)."""
+    """A dispatched task, and its batch (`batch` is -1 for a task without one)."""
 
     ticket: int
     worker: int
@@ -64,10 +65,10 @@ class _PendingTask:
 
 
 class _Dispatcher(Iterator[Task]):
-    """The tasks of an epoch: a start for every worker, empty tasks for the workers before the first one, the batches.
+    """Iterate over the tasks of an epoch: a start for every worker, empty tasks up to the first worker, the batches.
 
-    It remembers those without a reply. It has no reference to the iterator over the replies, so that dropping that
-    iterator ends the workers at once.
+    The dispatcher keeps the tasks without a reply. It has no reference to the iterator over the replies, so that
+    dropping that iterator ends the workers at once.
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
@@ -91,7 +92,7 @@ class _Dispatcher(Iterator[Task]):
         yield from self._empty_tasks(first)
 
     def _empty_tasks(self, worker: int) -> Iterator[Task]:
-        """Empty tasks until it is the turn of `worker`."""
+        """Yield empty tasks until it is the turn of `worker`."""
         while self._tickets % self._count != worker:
             yield Task(self._add().ticket)
 
@@ -103,7 +104,7 @@ class _Dispatcher(Iterator[Task]):
 
 
 class _MapDispatcher(_Dispatcher):
-    """Dispatches the batches of a map-style dataset; it may go back to an earlier one, even after the last."""
+    """Dispatch the batches of a map-style dataset, and rewind to an earlier batch if asked, even after the last."""
 
     def __init__(self, setup: WorkerSetup, source: IndexSource, position: EpochPosition) -> None:
         super().__init__(setup)
@@ -126,11 +127,12 @@ class _MapDispatcher(_Dispatcher):
         return FetchTask(task.ticket, indices, keys)
 
     def rewind(self, reached: int, states: DatasetStates | None, next_worker: int) -> None:
-        """Discard the batches dispatched that begin at sample `reached` or later, and dispatch others in their place.
+        """Discard the dispatched batches that begin at sample `reached` or later, and dispatch others in their place.
 
         Args:
-            states: of the dataset in each worker after the last batch yielded, from which the workers begin again.
-            next_worker: fetches the first of the new batches.
+            reached: the first sample to dispatch again.
+            states: the dataset's state in each worker after the last batch yielded, from which the workers begin again.
+            next_worker: the worker that fetches the first new batch.
         """
         discarded = [task for task in self.pending.values() if task.batch >= 0 and task.first >= reached]
         for task in discarded:
@@ -141,7 +143,7 @@ class _MapDispatcher(_Dispatcher):
 
 
 class _WorkerEpoch(Epoch):
-    """What both styles share: receiving replies, keeping the workers' states, explaining a lost worker."""
+    """Receive replies, keep the workers' states and explain a lost worker: the base of both styles."""
 
     def __init__(
         self, setup: WorkerSetup, dispatcher: _Dispatcher, dataset: Any, position: EpochPosition, *rest: Any
@@ -174,7 +176,7 @@ class _WorkerEpoch(Epoch):
             raise
 
     def _receive(self) -> tuple[Reply, _PendingTask]:
-        """The next reply to act on; out of order, none is before all workers have started."""
+        """Return the next reply to act on. With `in_order=False`, wait first until all workers have started."""
         if not self._setup.in_order:
             self._await_starts()
         reply, task = self._early.popleft() if self._early else self._take()
@@ -191,7 +193,7 @@ class _WorkerEpoch(Epoch):
                 self._early.append((reply, task))
 
     def _keep_state(self, reply: Reply, task: _PendingTask) -> None:
-        """Called when a reply is acted on: the state of one that waits is ahead of what was yielded."""
+        """Keep the state of a reply that is acted on. States of waiting replies are ahead of the batches yielded."""
         if reply.state is not None and not task.discarded:
             self._states[reply.worker] = {"pickled": reply.state}
 
@@ -200,12 +202,12 @@ class _WorkerEpoch(Epoch):
 
         Raises:
             StopIteration: there are no more.
-            Exception: the dataset's, or torch's for a dead or late worker, with what it was loading.
+            Exception: the dataset's error, or torch's error for a dead or late worker with the task of that worker.
         """
         try:
             reply = next(self._replies)
         except StopIteration as error:
-            if error.args:  # torch's words for one that was raised in the worker
+            if error.args:  # torch's message for a StopIteration that was raised in the worker
                 raise stopped(f"{type(self._dataset).__name__} or its worker") from error
             raise
         except Exception as error:
@@ -243,7 +245,7 @@ class _WorkerEpoch(Epoch):
         self._replies = iter(())
 
     def _explain(self, error: Exception) -> None:
-        """Add to torch's error about a dead or late worker which worker it was, and what it was loading."""
+        """Add to torch's error about a dead or late worker which worker it was, and which batch it was loading."""
         pids = {int(pid) for pid in re.findall(r"\d+", re.split("exited|is killed", str(error))[0])}
         dead = [worker for worker, pid in self._setup.pool.pids.items() if pid in pids]
         pending = [task for task in self._pending.values() if not dead or task.worker in dead]
@@ -258,12 +260,12 @@ class _WorkerEpoch(Epoch):
 
 
 def is_lost(error: Exception) -> bool:
-    """Whether this is torch's error for a worker that died or timed out."""
+    """Check whether an error is torch's error for a worker that died or timed out."""
     return isinstance(error, RuntimeError) and str(error).startswith(("DataLoader worker (pid", "DataLoader timed out"))
 
 
 class WorkerMapEpoch(_WorkerEpoch):
-    """An epoch of a map-style dataset, fetched by worker processes."""
+    """Iterate over an epoch of a map-style dataset, fetched by worker processes."""
 
     def __init__(
         self, source: IndexSource, fetcher: MapFetcher, setup: WorkerSetup, position: EpochPosition, *rest: Any
@@ -276,7 +278,7 @@ class WorkerMapEpoch(_WorkerEpoch):
     def _follow_changes(self) -> None:
         if not self._source.rewind_if_changed():
             return
-        # Without an order among the workers none of them can be told to go back.
+        # Without an order among the workers, no worker can be rewound.
         states = self.dataset_states() if self._setup.in_order else None
         self._dispatcher.rewind(self.position.reached, states, self._next_worker if self._setup.in_order else 0)
 
@@ -318,7 +320,7 @@ class WorkerMapEpoch(_WorkerEpoch):
 
 
 class WorkerStreamEpoch(_WorkerEpoch):
-    """An epoch of an iterable-style dataset; every worker process has its own iterator."""
+    """Iterate over an epoch of an iterable-style dataset. Every worker process has its own iterator."""
 
     def __init__(self, fetcher: StreamFetcher, setup: WorkerSetup, position: EpochPosition, *rest: Any) -> None:
         self._since_state = [0] * setup.count  # samples yielded since the worker's last state

@@ -1,8 +1,8 @@
-"""The end of worker processes: none outlives its main process, and none keeps it from exiting.
+"""End worker processes: no worker outlives its main process or keeps it from exiting.
 
-A scheduler sends its signals to every process of a job, so workers ignore them: SIGTERM ends a worker only once its
-main process has said that it leaves. It says so however it leaves, through multiprocessing's own finalizers, because
-a process that `multiprocessing.Process` started runs no `atexit` functions, but waits for its children.
+A scheduler sends its signals to every process of a job, so workers ignore them. SIGTERM ends a worker only after its
+main process has announced its exit. The announcement uses multiprocessing's finalizers: a process that
+`multiprocessing.Process` started runs no `atexit` functions, but waits for its children.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from multiprocessing import util
 from typing import Any
 
 WATCH_INTERVAL = 0.5  # seconds between a worker's checks that its parent is alive and still needs it
-GRACE = 5.0  # seconds at the exit after which a worker is killed that has not ended by itself
+GRACE = 5.0  # seconds that a worker has to exit before it is killed
 
 _pools: list[Shutdown] = []  # of this process, whose workers may be alive
 os.register_at_fork(after_in_child=_pools.clear)
 
 
 class Shutdown:
-    """Whether the workers of a pool are to exit, and their pids, in memory that they share with the main process.
+    """A flag that asks the workers of a pool to exit, and their pids, in memory shared with the main process.
 
     Reading it takes no lock.
     """
@@ -38,7 +38,7 @@ class Shutdown:
         _pools.append(self)
 
     def set(self) -> None:
-        """Tell the workers to exit; without effect in a fork of the main process, whose objects are copies."""
+        """Ask the workers to exit. Without effect in a fork of the main process, whose objects are copies."""
         if os.getpid() == self._owner:
             self._flag.value = 1
 
@@ -46,11 +46,11 @@ class Shutdown:
         return bool(self._flag.value)
 
     def enter(self, worker: int) -> None:
-        """Called in each worker when it starts."""
+        """Register this process as a worker of the pool, when it starts."""
         self._pids[worker] = os.getpid()
 
     def pids(self) -> frozenset[int]:
-        """Those of the workers that have started."""
+        """Return the pids of the workers that have started."""
         return frozenset(self._pids) - {0}
 
 
@@ -94,5 +94,5 @@ def exit_when_unneeded(parent: int, shutdown: Shutdown) -> None:
     """
     while os.getppid() == parent and not shutdown.is_set():
         time.sleep(WATCH_INTERVAL)
-    time.sleep(WATCH_INTERVAL if shutdown.is_set() else 0)  # most exit by themselves
+    time.sleep(WATCH_INTERVAL if shutdown.is_set() else 0)  # most exit on their own within this time
     os._exit(0)

@@ -1,8 +1,8 @@
-"""Worker processes: the tasks they run, and the pool that sends tasks to them.
+"""Run tasks in worker processes, and send tasks to them with a pool.
 
-The pool is torch's own DataLoader over a stand-in for the dataset, whose items are tasks: to start, or to fetch a
-batch. The worker's reply holds the collated batch, the worker's number and the state of its dataset after the batch.
-The only property of torch's loader that this relies on is that it assigns tasks to workers in turn.
+The pool is torch's own DataLoader over a dataset whose items are tasks: to start, or to fetch a batch. The worker's
+reply holds the collated batch, the worker's number and the state of the real dataset after the batch. The only property
+of torch's loader that this relies on is that it assigns tasks to workers in turn.
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ from exactdata.ranks import current_ranks
 
 @dataclass(slots=True)
 class Reply:
-    """What a worker returns for a task.
+    """The result of a task.
 
     Attributes:
-        ticket: that of the task.
+        ticket: ticket of the task.
+        worker: number of the worker.
+        pid: process id of the worker.
         payload: the batch, packed or not.
         count: samples in the batch, 0 for a map-style dataset (the dispatcher knows it); -1: there is no batch.
         state: the dataset's state after the batch, pickled; None if it was not taken.
-        ended: the worker's iterable dataset has ended.
-        draws: the global generators that it was found to draw from, and what that means.
+        ended: whether the worker's iterable dataset has ended.
+        draws: the global generators that the dataset was found to draw from, and the consequence.
     """
 
     ticket: int
@@ -56,7 +58,7 @@ class Reply:
     draws: tuple[str, str] = ("", "")
 
     def pin_memory(self, *_: Any) -> Reply:
-        """Called by torch's pinning thread."""
+        """Pin the batch. torch's pinning thread calls this."""
         self.payload = pin(unpack(self.payload))
         return self
 
@@ -77,9 +79,9 @@ class StartTask(Task):
     """Begin an epoch: seed the generators and restore the dataset.
 
     Attributes:
-        seed: None: torch has seeded the worker.
+        seed: seed of the workers; None: torch has seeded this worker.
         saved: the dataset's state, pickled; None: from the beginning.
-        epoch: of the loader.
+        epoch: the loader's epoch.
     """
 
     seed: int | None
@@ -104,6 +106,7 @@ class FetchTask(Task):
     """Fetch a batch: these indices of a map-style dataset, or the next batch of an iterable-style one.
 
     Attributes:
+        indices: indices of the batch; None for an iterable-style dataset.
         keys: the samples' keys for `sample_rng`, or the seed from which they are computed when they are needed.
     """
 
@@ -121,16 +124,16 @@ class FetchTask(Task):
 
 
 def seed_worker(seed: int, worker: int) -> None:
-    """Seed this process's generators as torch seeds those of a worker; numpy's from (seed, worker)."""
+    """Seed this process's generators as torch seeds a worker, and numpy's from (seed, worker)."""
     random.seed(seed + worker)
     torch.manual_seed(seed + worker)
     np.random.seed(np.random.SeedSequence([seed % 2**63, worker]).generate_state(4))
 
 
 def collate_in_own_memory(samples: Any) -> Any:
-    """Collate as torch's `default_collate`, which in a worker makes shared memory for each tensor.
+    """Collate as torch's `default_collate`, but without allocating shared memory for each tensor.
 
-    That takes longer than the rest, and the batch is copied out of it again (`ipc`).
+    Allocating it takes longer than the rest, and `ipc` copies the batch out of it again.
     """
     data: Any = torch.utils.data
     outside, data.get_worker_info = data.get_worker_info, lambda: None
@@ -141,13 +144,14 @@ def collate_in_own_memory(samples: Any) -> Any:
 
 
 class TaskRunner(Dataset[Reply]):
-    """The stand-in for the dataset that torch's loader indexes: `runner[task]` runs the task.
+    """Run tasks in a worker: the dataset that torch's loader indexes, where `runner[task]` runs the task.
 
     Args:
+        fetcher: fetches batches of the real dataset.
         snapshot_every: batches of a worker between two states of its iterable dataset; 0: only at the start. Another
-            state is taken with the first batch of a leg, since the samples to skip are of one leg.
+            state is taken with the first batch of a leg, because the samples to skip belong to one leg.
         ranks: (rank, world size), for `exactdata.ranks` in the workers.
-        shutdown: set when the workers are to exit.
+        shutdown: set when the workers have to exit.
     """
 
     def __init__(
@@ -183,9 +187,9 @@ class TaskRunner(Dataset[Reply]):
             fetcher.dataset.load_state_dict(saved["dataset"])
 
     def continues(self, saved: dict[str, Any] | None) -> bool:
-        """Whether the samples after a saved state of this shard were skipped, so that the next state is due as before.
+        """Return whether samples after a saved state of this shard were skipped. The next state is then due as before.
 
-        A state is then written in the same way whether the run was resumed before it or not.
+        States are then taken after the same batches, whether the run was resumed or not.
         """
         fetcher = self.fetcher
         if not isinstance(fetcher, StreamFetcher) or saved is None or not saved.get("samples"):
@@ -218,7 +222,7 @@ class TaskRunner(Dataset[Reply]):
         return fetcher.fetch(task.indices, task.sample_keys(fetcher.batched)), 0
 
     def state(self) -> bytes | None:
-        """The dataset's state, pickled at once since the dataset keeps changing it."""
+        """Return the dataset's state, pickled at once because the dataset keeps changing it."""
         fetcher = self.fetcher
         if isinstance(fetcher, StreamFetcher):
             return pickle.dumps(fetcher.state())
@@ -227,7 +231,7 @@ class TaskRunner(Dataset[Reply]):
         return pickle.dumps({"dataset": fetcher.dataset.state_dict(), "boundary": False})
 
     def state_if_due(self) -> bytes | None:
-        """The state after a batch."""
+        """Return the state after a batch, or None if none is due."""
         fetcher = self.fetcher
         if not isinstance(fetcher, StreamFetcher):
             return self.state()
@@ -238,14 +242,14 @@ class TaskRunner(Dataset[Reply]):
         return self.state() if due and fetcher.is_stateful else None
 
     def state_at_end(self) -> bytes | None:
-        """The state after the dataset has ended."""
+        """Return the state after the dataset has ended."""
         fetcher = self.fetcher
         return pickle.dumps(fetcher.boundary_state()) if isinstance(fetcher, StreamFetcher) else self.state()
 
 
 @dataclass
 class WorkerInit:
-    """The pool's `worker_init_fn`: prepares the process, calls `start`, and then the user's."""
+    """Prepare the worker process, call `start`, and then the user's `worker_init_fn`."""
 
     user_init: Callable[[int], None] | None
     start: Callable[[], None] | None = None
@@ -255,7 +259,7 @@ class WorkerInit:
         assert info is not None
         runner: Any = info.dataset
         runner.worker = worker
-        object.__setattr__(info, "dataset", runner.fetcher.dataset)  # what the user's code expects to find there
+        object.__setattr__(info, "dataset", runner.fetcher.dataset)  # the user's code expects the real dataset
         protocols.set_ranks(*runner.ranks)
         runner.shutdown.enter(worker)
         ignore_signals(runner.shutdown)
@@ -271,7 +275,7 @@ class WorkerInit:
 
 @dataclass
 class TaskSampler:
-    """The sampler of torch's loader: the tasks of the current epoch."""
+    """The sampler of torch's loader, over the tasks of the current epoch."""
 
     tasks: Iterable[Task] = ()
 
@@ -280,7 +284,7 @@ class TaskSampler:
 
 
 def identity(reply: Any) -> Any:
-    """The collate function of torch's loader: the worker has collated already."""
+    """Return the reply unchanged, as torch's collate function: the worker has collated already."""
     return reply
 
 
@@ -288,6 +292,7 @@ class WorkerPool:
     """The worker processes of one loader, for one epoch or, if they persist, for all.
 
     Args:
+        fetcher: fetches batches of the dataset.
         snapshot_every: see `TaskRunner`.
         user_init: the user's `worker_init_fn`.
         start: called in each worker process when it starts.
@@ -318,7 +323,7 @@ class WorkerPool:
         weakref.finalize(self, self.shutdown.set)
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Reply]:
-        """The replies to `tasks`; starts the workers if they are not running."""
+        """Iterate over the replies to `tasks`. Start the workers if they are not running."""
         assert self._loader is not None
         self._sampler.tasks = tasks
         return iter(self._loader)

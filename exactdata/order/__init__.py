@@ -1,1 +1,1 @@
-"""The data order as pure functions: which sample is at which position."""
+"""Define the data order as pure functions: which sample is at which position."""

@@ -1,4 +1,4 @@
-"""How a step is split over ranks and micro-batches, and which positions each step therefore has.
+"""Split a step over ranks and micro-batches, and find the positions of each step.
 
 A run that resumes with another number of ranks or another batch keeps its data order; only the positions at which later
 steps begin change. Each attempt with another shape adds one. Imports neither torch nor numpy.
@@ -23,11 +23,11 @@ class BatchShape:
     """How the samples of a step are split, from `step` complete steps on.
 
     Attributes:
-        step: steps that were complete when this shape came into force.
+        step: number of complete steps from which this shape applies.
         world_size: number of ranks.
         batch_size: samples per micro-batch of one rank.
         grad_accum_steps: micro-batches per step of one rank; the most of any rank if they are dealt out.
-        micro_batches: of a step over all ranks, if they are dealt out; 0: ranks alternate.
+        micro_batches: micro-batches of a step over all ranks, if they are dealt out; 0: ranks alternate.
     """
 
     step: int
@@ -38,25 +38,25 @@ class BatchShape:
 
     @staticmethod
     def dealt(step: int, world_size: int, batch_size: int, micro_batches: int) -> BatchShape:
-        """The shape of rank-invariant training."""
+        """Return the shape of rank-invariant training."""
         return BatchShape(step, world_size, batch_size, -(-micro_batches // world_size), micro_batches)
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of one step over all ranks."""
+        """Return the number of samples of one step over all ranks."""
         if self.micro_batches:
             return self.batch_size * self.micro_batches
         return self.world_size * self.batch_size * self.grad_accum_steps
 
     def ranks_of(self, offsets: I64) -> tuple[I64, I64]:
-        """Who consumes samples of a step.
+        """Find the ranks and micro-batches that consume samples of a step.
 
         Args:
-            offsets: their positions, counted from the first of the step; shape (count,).
+            offsets: positions of the samples, counted from the first of the step; shape (count,).
 
         Returns:
-            The rank of each, and the number of its micro-batch: among those of the step if they are dealt out, among
-            those of the rank otherwise.
+            The rank of each sample, and the number of its micro-batch: within the step if micro-batches are dealt out,
+            within the rank otherwise.
         """
         if not self.micro_batches:
             return offsets % self.world_size, offsets // (self.world_size * self.batch_size)
@@ -79,21 +79,21 @@ class BatchShape:
 
 
 def share_of(micro_batches: int, world_size: int, rank: int) -> range:
-    """The micro-batches of a rank: neighbours, as many for every rank, or one more for the first ranks."""
+    """Return the consecutive micro-batches of a rank. All ranks get equally many, or the first ranks one more."""
     each, more = divmod(micro_batches, world_size)
     first = rank * each + min(rank, more)
     return range(first, first + each + (rank < more))
 
 
 def append_shape(shapes: Sequence[BatchShape], shape: BatchShape) -> tuple[BatchShape, ...]:
-    """The shapes of a run after an attempt that begins at `shape.step`. Shapes of later steps are discarded."""
+    """Return the shapes of a run after an attempt that begins at `shape.step`. Shapes of later steps are discarded."""
     kept = tuple(old for old in shapes if old.step < shape.step)
     unchanged = kept and replace(kept[-1], step=shape.step) == shape
     return kept if unchanged else (*kept, shape)
 
 
 def position_at(shapes: Sequence[BatchShape], step: int) -> int:
-    """Samples that all ranks have consumed when `step` steps are complete."""
+    """Return the number of samples that all ranks have consumed when `step` steps are complete."""
     ends = [*(shape.step for shape in shapes[1:]), step]
     return sum(
         shape.global_batch_size * max(0, min(end, step) - shape.step) for shape, end in zip(shapes, ends, strict=True)

@@ -1,4 +1,4 @@
-"""A few values of many, kept until others take their place. Does not import torch."""
+"""Cache a few values, and drop the oldest. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ V = TypeVar("V")
 
 
 def cached(cache: dict[K, V], key: K, most: int, make: Callable[[], V]) -> V:
-    """The value of a key, made if it is not there; the oldest ones make room for it.
+    """Return the value of a key; make it if it is missing, and drop the oldest values beyond `most`.
 
-    A thread that prefetches may look up samples at the same time: then both may make the value, which must be the same.
+    A thread that prefetches may look up samples at the same time. Both may then make the value, which must be the same.
     """
     found = cache.get(key)
     if found is None:

@@ -1,9 +1,8 @@
-"""Samples to leave out: as a user writes them (`code:1234`, `positions:5000-5999`), and as a run records them.
+"""Parse and record samples to leave out: `code:1234` or `positions:5000-5999`.
 
-A range of *positions* names the samples that stand there in the order that the user looked at. What stands at
-consecutive positions is a range of consecutive keys of each source, so it is recorded as such, and left out wherever
-it would come: the sources' next samples move up, and neither the interleaving nor the segments move. Does not import
-torch.
+A range of *positions* means the samples at these positions in the current order. They are a range of consecutive keys
+of each source. The keys are recorded and left out wherever they would come: later samples of the source move up, and
+neither the interleaving nor the segments move. Does not import torch.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ _MOST_LISTED = 10  # selections in a message
 
 
 class Selection(NamedTuple):
-    """The samples `first` to `last`, inclusive, of a source, or, if `source` is "positions", those at positions."""
+    """The samples `first` to `last`, inclusive, of a source, or at positions if `source` is "positions"."""
 
     source: str
     first: int
     last: int
 
     def __str__(self) -> str:
-        """As a user writes it: `code:1234`, `code:10-20` or `positions:5000-5999`."""
+        """Format as a user writes it: `code:1234`, `code:10-20` or `positions:5000-5999`."""
         return f"{self.source}:{self.first}" + ("" if self.first == self.last else f"-{self.last}")
 
     @classmethod
@@ -63,20 +62,20 @@ class Selection(NamedTuple):
 
 @dataclass(frozen=True)
 class Selections:
-    """Sets of samples of sources, and of positions: equal if and only if the samples are.
+    """Sets of samples of sources, and of positions. Two are equal if and only if the samples are.
 
     Attributes:
-        parts: by source, or "positions", sorted; none is empty.
+        parts: ranges by source, or "positions", sorted; none is empty.
     """
 
     parts: Mapping[str, Ranges]
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Selections:
-        """What a user writes.
+        """Parse a user's list of selections.
 
         Raises:
-            SamplerError: it is not a list, or one of them has none of the forms of `Selection.parse`.
+            SamplerError: it is not a list, or an item has none of the forms of `Selection.parse`.
         """
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             raise SamplerError(
@@ -86,7 +85,7 @@ class Selections:
 
     @classmethod
     def of(cls, selections: Iterable[Selection]) -> Selections:
-        """The samples of any selections."""
+        """Merge any selections."""
         by_source: dict[str, list[tuple[int, int]]] = {}
         for source, first, last in selections:
             by_source.setdefault(source, []).append((first, last))
@@ -102,31 +101,32 @@ class Selections:
         return listed(list(self))
 
     def without(self, other: Selections) -> Selections:
-        """The samples of these that are not in `other`."""
+        """Return the samples that are not in `other`."""
         rest = {name: part.without(other.parts.get(name, Ranges())) for name, part in self.parts.items()}
         return Selections({name: part for name, part in rest.items() if len(part)})
 
     def to_json(self) -> list[str]:
-        """As a user writes them; `parse` reads it."""
+        """Return a list of texts that `parse` reads."""
         return list(map(str, self))
 
 
 def listed(selections: Sequence[Selection]) -> str:
-    """The first of them, for a message, and how many there are."""
+    """List the first selections for a message, and how many more there are."""
     texts = ", ".join(map(str, selections[:_MOST_LISTED])) or "nothing"
     return texts if len(selections) <= _MOST_LISTED else f"{texts} and {len(selections) - _MOST_LISTED} more"
 
 
 class Exclusion(NamedTuple):
-    """From position `at` on, until position `until`, these samples are left out.
+    """Samples that are left out from position `at` on, until position `until`.
 
     Attributes:
         at: position at which the exclusion was made.
         what: the samples.
-        keys: of an exclusion by position, by source: the first key of what stood there, and one past the last. Only
-            these occurrences are left out; later epochs have the samples again.
-        until: position at which the exclusion was withdrawn; what is left of it returns from there on.
-        planned: whether the sampler was made with them, and may withdraw that; False: a call during the run did.
+        keys: for an exclusion by position, by source: the first excluded key, and one past the last. Only these
+            occurrences are left out; later epochs have the samples again.
+        until: position at which the exclusion was withdrawn; the samples return from there on.
+        planned: whether the sampler was constructed with the exclusion, and may withdraw it; False: a call during the
+            run made it.
     """
 
     at: int
@@ -141,10 +141,10 @@ class Exclusion(NamedTuple):
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Exclusion:
-        """The inverse of `to_json`.
+        """Parse the result of `to_json`.
 
         Raises:
-            ValueError: it is not what `to_json` gives.
+            ValueError: the value is invalid.
         """
         at, until, planned = value["at"], value["until"], value["planned"]
         keys = {str(name): (first, stop) for name, (first, stop) in value["keys"].items()}
@@ -160,10 +160,10 @@ Exclusions = tuple[Exclusion, ...]
 
 
 def excluded_from(selections: Iterable[Selection], at: int, key_ranges: KeyRanges, planned: bool = True) -> Exclusions:
-    """What a run records when these samples are excluded from position `at` on.
+    """Return the exclusions that a run records when these samples are excluded from position `at` on.
 
     Args:
-        selections: samples, or positions, of which those before `at` have no effect.
+        selections: samples, or positions; positions before `at` have no effect.
         at: the position.
         key_ranges: `ElasticSequence.key_ranges` of the order before this change.
         planned: see `Exclusion`.
@@ -185,18 +185,18 @@ def excluded_from(selections: Iterable[Selection], at: int, key_ranges: KeyRange
 
 
 def samples_in_force(exclusions: Exclusions) -> Selections:
-    """The samples, not positions, that have not returned."""
+    """Return the excluded samples, not positions, that have not returned."""
     return Selections.of(one.what for one in exclusions if one.until is None and one.what.source != POSITIONS)
 
 
 def withdrawn(
     exclusions: Exclusions, removed: Selections, position: int
 ) -> tuple[Exclusions, list[Selection], list[Selection]]:
-    """Withdraw from a position on what the sampler no longer excludes.
+    """Withdraw from a position on the exclusions that the sampler no longer has.
 
     Returns:
-        The exclusions without those that are withdrawn even in part, or up to there; and what is left of these, to be
-        excluded from there on: samples, and positions.
+        The exclusions, where those withdrawn even in part end at `position` (or are gone if they began there); then the
+        rest of these, to be excluded from there on: samples, and positions.
     """
     kept: list[Exclusion] = []
     samples: list[Selection] = []
@@ -217,14 +217,14 @@ def withdrawn(
 
 
 class LeftOut:
-    """What exclusions leave out of each source, looked up at many positions.
+    """Look up the samples and keys that exclusions leave out of each source, at any position.
 
     Attributes:
-        changes: by the position at which exclusions are made or withdrawn, their sources.
+        changes: the affected sources by the position at which exclusions are made or withdrawn.
     """
 
     def __init__(self, exclusions: Exclusions) -> None:
-        # By source: from which position on, until which, the first and the last.
+        # By source: (position from which on, position until which, first, last).
         self._samples: dict[str, list[tuple[int, int, int, int]]] = defaultdict(list)
         self._keys: dict[str, list[tuple[int, int, int, int]]] = defaultdict(list)
         self.changes: dict[int, set[str]] = defaultdict(set)
@@ -240,7 +240,7 @@ class LeftOut:
                 self.changes[until].update(names)
 
     def at(self, source: str, position: int) -> tuple[Ranges, Ranges]:
-        """The samples and the keys of a source that are left out at a position."""
+        """Return the samples and the keys of a source that are left out at a position."""
         samples, keys = (
             Ranges.of([(first, last) for at, end, first, last in each.get(source, ()) if at <= position < end])
             for each in (self._samples, self._keys)
@@ -249,7 +249,7 @@ class LeftOut:
 
 
 def check_selections(selections: Selections, at: int, sizes: Mapping[str, int]) -> None:
-    """Check what is to be excluded from position `at` on.
+    """Check samples to exclude from position `at` on.
 
     Raises:
         SamplerError: an unknown source, an index outside it, or positions that are all before `at`.

@@ -1,8 +1,4 @@
-"""Stable 64-bit hashing of arrays, and keys for independent random streams.
-
-The data order is built on these functions and is a published contract, so nothing here depends on Python's hash seed,
-the platform or the numpy version. Does not import torch.
-"""
+"""Hash arrays to 64 bits, reproducibly, and make keys for independent random streams."""
 
 from __future__ import annotations
 
@@ -38,7 +34,7 @@ def mix64(values: U64) -> U64:
 
 
 def stream_key(*parts: int | str) -> int:
-    """A 64-bit key for the random stream named by `parts`, for example (seed, "source", "code").
+    """Return a 64-bit key for the random stream named by `parts`, for example (seed, "source", "code").
 
     Different tuples give independent streams: (42, 1) and (43, 0) have nothing in common.
     """
@@ -46,7 +42,7 @@ def stream_key(*parts: int | str) -> int:
 
 
 def keys_of(texts: Iterable[str]) -> U64:
-    """The `stream_key` of parts that were written into one text already, as it writes them, for each text."""
+    """Return the `stream_key` of each text, in which the parts are already joined as `stream_key` joins them."""
     return np.frombuffer(b"".join(map(_digest, texts)), "<u8").astype(np.uint64)
 
 

@@ -1,4 +1,4 @@
-"""How several sources share one sequence: a pure function slot -> (source, number within the source).
+"""Mix several sources in one sequence: a pure function slot -> (source, number within the source).
 
 The sources are the leaves of a balanced binary tree. Each inner node sends every sample that reaches it to its lighter
 or its heavier child. Let f <= 1/2 be the fraction of the lighter child, and let stratum j be the interval [j / f,
@@ -54,7 +54,7 @@ class _Nodes:
 
 
 def _strata(pair: U64, node: _Nodes) -> tuple[U64, U64]:
-    """floor(2 f pair) and the 62-bit fractional part of 2 f pair, exact for pair < 2^62."""
+    """Compute floor(2 f pair) and the 62-bit fractional part of 2 f pair, exact for pair < 2^62."""
     f_high, f_low = node.step >> _HALF, node.step & _LOW
     x_low = pair & _LOW
     middle = x_low * f_low
@@ -75,7 +75,7 @@ def _strata(pair: U64, node: _Nodes) -> tuple[U64, U64]:
 
 
 def _split(x: U64, node: _Nodes) -> tuple[U64, Flags]:
-    """How many of the slots before x the lighter child has, and whether it has x."""
+    """Count the slots before x that the lighter child has, and decide whether it has x."""
     stratum, fraction = _strata(x >> _ONE, node)
     drawn = np.empty((2, *stratum.shape), np.uint64)  # for the strata in which the pair begins and ends
     drawn[0] = stratum
@@ -104,14 +104,14 @@ def _split(x: U64, node: _Nodes) -> tuple[U64, Flags]:
 
 
 class Interleave:
-    """Mixtures of equally many sources, each at constant shares: what is asked of many at once costs as for one.
+    """Mixtures of equally many sources, each at constant shares. A lookup in many mixtures costs as much as in one.
 
-    A `mixture` is a number, or one for each of the slots or samples.
+    A `mixture` argument is one number, or one for each slot or sample.
 
     Args:
         quanta: share of each source in each mixture, as positive integers relative to their sum, which is below 2^62;
             int64 of shape (mixtures, sources).
-        keys: of the random streams that choose the slots of each mixture, uint64 of shape (mixtures,).
+        keys: keys of the random streams that choose the slots of each mixture, uint64 of shape (mixtures,).
     """
 
     def __init__(self, quanta: I64, keys: U64) -> None:
@@ -143,7 +143,7 @@ class Interleave:
         self._nodes = _Nodes(self._steps.reshape(-1), self._node_keys.reshape(-1))
 
     def share_bound(self, source: int, mixture: int = 0) -> float:
-        """Upper bound on |count - share * slots| of this source after any number of slots."""
+        """Return an upper bound on |count - share * slots| of this source after any number of slots."""
         leaf, bound = int(self._leaf[mixture, source]), 0.0
         for below in reversed(range(self.depth)):
             child = leaf >> below
@@ -157,11 +157,11 @@ class Interleave:
         return bound
 
     def locate(self, x: U64, mixture: int | I64 = 0) -> tuple[I64, U64]:
-        """Source of each slot, and the number of the sample within that source.
+        """Return the source of each slot, and the number of the sample within that source.
 
         Args:
             x: slots, uint64 of shape (count,), below 2^62.
-            mixture: of the slots, or of each.
+            mixture: mixture of all slots, or of each.
 
         Returns:
             Sources (int64) and numbers (uint64), both of shape (count,).
@@ -181,11 +181,11 @@ class Interleave:
         return self._source.reshape(-1)[root + node], x
 
     def counts(self, x: I64, mixture: int | I64 = 0) -> I64:
-        """How many of the first slots belong to each source.
+        """Count how many of the first slots belong to each source.
 
         Args:
-            x: how many slots, int64 of shape (count,).
-            mixture: of all, or of each x.
+            x: numbers of slots, int64 of shape (count,).
+            mixture: mixture of all, or of each x.
 
         Returns:
             int64 of shape (count, sources).
@@ -205,7 +205,7 @@ class Interleave:
         return counts
 
     def find(self, source: I64, number: U64, mixture: int | I64 = 0) -> U64:
-        """The slot of sample `number` of each source, the inverse of `locate`; 2^62 if all lower slots come before."""
+        """Find the slot of sample `number` of each source, the inverse of `locate`; 2^62 if no slot below has it."""
         node, root = self._leaf[mixture, source], 2 * self._width * mixture
         x = number.copy()
         for _ in range(self.depth):
@@ -220,11 +220,11 @@ class Interleave:
 
 @lru_cache(maxsize=64)
 def _halves(size: int) -> tuple[I64, I64, I64, I64]:
-    """The balanced tree over so many sources.
+    """Construct the balanced tree over `size` sources.
 
     Returns:
-        Of each inner node, level by level, the first source below it, the first below its second child, and one past
-        the last; and of each source its leaf.
+        For each inner node, level by level: the first source below it, the first source below its second child, and one
+        past the last source. Then the leaf of each source.
     """
     bounds, levels = np.array([0, size]), [np.zeros((3, 0), np.int64)]
     for _ in range((size - 1).bit_length()):
@@ -235,7 +235,7 @@ def _halves(size: int) -> tuple[I64, I64, I64, I64]:
 
 
 def _fraction(part: U64, whole: U64) -> U64:
-    """floor(part / whole 2^63), exact for part < whole < 2^62."""
+    """Compute floor(part / whole 2^63), exact for part < whole < 2^62."""
     result, rest = np.zeros_like(part), part
     spare = np.uint64(max(1, 63 - int(whole.max(initial=1)).bit_length()))  # bits that a step can add
     left = np.uint64(BITS + 1)
@@ -248,9 +248,9 @@ def _fraction(part: U64, whole: U64) -> U64:
 
 
 def _slot_in_parent(number: U64, node: _Nodes, lighter: Flags) -> U64:
-    """The smallest x such that more than `number` of the first x + 1 samples of the node went to the child; or 2^62.
+    """Find the smallest x for which more than `number` of the node's first x + 1 samples went to the child; or 2^62.
 
-    A bisection around number / fraction.
+    Bisect around number / fraction.
     """
     light = np.asarray(node.step).astype(np.float64) / 2.0 ** (BITS + 1)
     fraction = np.where(lighter, light, 1 - light)

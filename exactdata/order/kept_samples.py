@@ -1,10 +1,10 @@
-"""The samples of a source that are not excluded: their places in each epoch, counted without those that are.
+"""Find the samples of a source that are not excluded in each epoch, and count without the excluded ones.
 
-An epoch is a permutation, so a range of samples is scattered over it. The places of the excluded samples, or of those
-that are left if these are fewer, are sorted once an epoch.
+An epoch is a permutation, so a range of samples is scattered over it. The offsets of the excluded samples, or of the
+kept samples if these are fewer, are sorted once an epoch.
 
-A thread that prefetches may look up samples at the same time as the training: what is kept of an epoch is replaced as a
-whole, by what follows from the same inputs. Does not import torch.
+A thread that prefetches may look up samples at the same time as the training. A cached epoch is therefore replaced
+atomically, by values computed from the same inputs. Does not import torch.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _CACHED_EPOCHS = 2
 
 
 class KeptSamples:
-    """Maps the keys of the samples that are left, which count nothing else, to epochs and offsets, and back.
+    """Map keys that count kept samples only to epochs and offsets, and back.
 
     Args:
         size: samples of the source.
-        excluded: those that are left out, fewer than all; up to `MOST`, or all but as many.
+        excluded: samples that are left out, fewer than all; at most `MOST`, or all but at most `MOST`.
         permute: (epoch, values, inverse) -> samples of offsets, or offsets of samples.
     """
 
@@ -42,7 +42,7 @@ class KeptSamples:
         self._epochs: dict[int, tuple[I64, I64]] = {}
 
     def locate(self, keys: I64) -> tuple[I64, I64]:
-        """Epoch and offset of each, by its key among those that are left."""
+        """Return epoch and offset of each sample, by its key among the kept samples."""
         epochs, ranks = np.divmod(keys, np.int64(self.left))
         if self.left == self.size:
             return epochs, ranks
@@ -57,7 +57,7 @@ class KeptSamples:
         return epochs, offsets
 
     def before(self, epochs: I64, offsets: I64) -> tuple[I64, Flags]:
-        """How many of each epoch are left before an offset, and whether the sample there is excluded."""
+        """Count the kept samples of each epoch before an offset, and check whether the sample there is excluded."""
         if self.left == self.size:
             return offsets, np.zeros(len(offsets), bool)
         ranks, gone = np.empty_like(offsets), np.empty(len(offsets), bool)
@@ -71,7 +71,7 @@ class KeptSamples:
         return ranks, gone
 
     def _places(self, epoch: int) -> tuple[I64, I64]:
-        """The sorted offsets, and how many others are before each."""
+        """Return the sorted offsets, and how many other samples are before each."""
         return cached(self._epochs, epoch, _CACHED_EPOCHS, partial(self._sort, epoch))
 
     def _sort(self, epoch: int) -> tuple[I64, I64]:

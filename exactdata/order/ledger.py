@@ -1,4 +1,4 @@
-"""The ledger of consumed samples: a digest that proves what was consumed, and counts per source.
+"""Record the consumed samples: a digest that proves which they were, and counts per source.
 
 The digest is the sum over all samples, modulo 2^64 in two lanes, of a hash of (position, source name, index within the
 source). A sum does not depend on ranks, batches or workers: two runs with the same digest at a step consumed the same
@@ -51,16 +51,17 @@ _ODD = np.uint64(0x9FB21C651E98DF25)
 
 
 class DataLedger:
-    """What a run has consumed.
+    """The samples that a run has consumed.
 
-    Each rank adds its own samples with `consume`. Once per step, `local()` is summed over all ranks (modulo 2^64) and
-    every rank passes the sum to `commit`.
+    Each rank adds its samples with `consume`. Once per step, `local()` is summed over all ranks (modulo 2^64) and every
+    rank passes the sum to `commit`.
 
     Args:
         names: source names, in the order of the dataset.
         sizes: number of samples of each source.
-        measures: by source name, for sources whose samples hold different numbers of tokens: indices within the
-            source, int64 of shape (count,), to the tokens and the documents of each, int64 of shape (count, 2).
+        measures: by source name, for sources whose samples hold different numbers of tokens: a function from indices
+            within the source, int64 of shape (count,), to the tokens and the documents of each, int64 of shape (count,
+            2).
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class DataLedger:
         self._ends = np.cumsum(self.sizes)
         self._starts = self._ends - np.array(self.sizes)
         self._name_keys = np.array([_name_key(name) for name in names], np.uint64)
-        self._end = end = LANES + len(self.names)  # of what every ledger has; behind it are tokens and documents
+        self._end = end = LANES + len(self.names)  # end of the part that every ledger has; tokens and documents follow
         self._measures = {
             self.names.index(name): (measure, slice(end + 2 * place, end + 2 * place + 2))
             for place, (name, measure) in enumerate((measures or {}).items())
@@ -103,7 +104,7 @@ class DataLedger:
                     self._local[part] += measure(within[source == number]).sum(axis=0).astype(np.uint64)
 
     def local(self) -> U64:
-        """What this rank added since the last commit, shape (2 + sources + 2 x measured sources,).
+        """Return the sums that this rank added since the last commit, shape (2 + sources + 2 x measured sources,).
 
         Two digest lanes, the samples per source, then the tokens and documents of each source that has a measure.
         """
@@ -114,7 +115,8 @@ class DataLedger:
 
         Args:
             vector: the sum, of the same shape.
-            since: a resume could not recompute what is before this position, such as the last epoch; it grows.
+            since: positions before this one cannot be recomputed after a resume (as in an earlier epoch); it only
+                grows.
         """
         first = self._total
         self._lanes += vector[:LANES]
@@ -129,14 +131,14 @@ class DataLedger:
         self._anchor(first, self._total - first, vector[:LANES].tolist(), since)
 
     def sources_in(self, vector: NDArray[Any]) -> list[int]:
-        """The numbers of the sources that a sum of `local()` has samples of."""
+        """Return the numbers of the sources that have samples in a sum of `local()`."""
         return np.flatnonzero(vector[LANES : self._end]).tolist()
 
     def _anchor(self, first: int, count: int, lanes: list[int], since: int) -> None:
-        """Add the digest of a step, and drop those that a resume does not compare.
+        """Add the digest of a step, and drop digests that a resume does not compare.
 
-        These begin before `since`, or 65,536 samples ago. Steps of a few samples share a digest, so that there are few
-        of them. None is of both sides of `since`.
+        Dropped are digests that begin before `since`, or 65,536 samples ago. Steps of a few samples share a digest, so
+        that there are few digests. No digest extends over both sides of `since`.
         """
         last = self._anchors[-1] if self._anchors else [-1, 0]
         if last[0] >= since and last[1] < _VERIFIED // _ANCHORS:
@@ -149,13 +151,13 @@ class DataLedger:
             self._anchors.popleft()
 
     def count(self, source: int) -> int:
-        """Samples consumed from the source of this number."""
+        """Return the samples consumed from the source of this number."""
         return self._counts[self.names[source]]
 
     def measured(self, source: int) -> dict[str, int]:
-        """Tokens and documents consumed from the source of this number; empty if it does not measure its samples.
+        """Return tokens and documents consumed from the source of this number; empty if the source is not measured.
 
-        Those before a checkpoint that did not count them are left out.
+        Samples before a checkpoint that did not count them are left out.
         """
         if source not in self._measures:
             return {}
@@ -163,21 +165,21 @@ class DataLedger:
 
     @property
     def total(self) -> int:
-        """Samples consumed by all ranks."""
+        """Return the number of samples consumed by all ranks."""
         return self._total
 
     @property
     def counts(self) -> dict[str, int]:
-        """Samples consumed from each source, including sources retired since."""
+        """Return the samples consumed from each source, including sources retired since."""
         return dict(self._counts)
 
     @property
     def digest(self) -> str:
-        """32 hexadecimal digits."""
+        """Return the digest, 32 hexadecimal digits."""
         return "".join(f"{lane:016x}" for lane in self._lanes.tolist())
 
     def state_dict(self) -> dict[str, Any]:
-        """Digest, counts, sizes, digests of the last steps (up to 65,536 samples, 11 KB), a seal; JSON-serializable.
+        """Return digest, counts, sizes, digests of the last steps (up to 65,536 samples, 11 KB) and a seal, for JSON.
 
         Also `tokens` and `documents` by source, if a source measures its samples, or did before.
         """
@@ -226,11 +228,11 @@ class DataLedger:
         self._anchors = anchors
 
     def verify(self, locate: Callable[[I64], tuple[Any, ...]], since: int = 0) -> int:
-        """Recompute what the last steps consumed and compare it with the saved digests.
+        """Recompute the samples of the last steps, and compare them with the saved digests.
 
         Args:
             locate: positions -> (source names, indices within the sources, ...), such as `ElasticSampler.locate`.
-            since: what begins before this position is not compared, because `locate` does not cover it.
+            since: digests that begin before this position are not compared, because `locate` does not cover them.
 
         Returns:
             The number of samples compared: up to 65,536, or one step.
@@ -254,10 +256,10 @@ class DataLedger:
 
 
 def _unpacked(text: str) -> deque[list[int]]:
-    """The anchors of a saved state.
+    """Unpack the anchors of a saved state.
 
     Raises:
-        SamplerStateError: they are not what `pack_rows` gave, or the ranges of positions are not consecutive.
+        SamplerStateError: they were not made by `pack_rows`, or the ranges of positions are not consecutive.
     """
     try:
         rows = unpack_rows(text, 2 + LANES, most=_ANCHORS + 1)
@@ -274,7 +276,7 @@ def _name_key(name: str) -> int:
 
 
 def _lanes(positions: NDArray[np.integer], name_keys: U64, indices: NDArray[np.integer]) -> U64:
-    """The two lanes of the digest of these samples."""
+    """Compute the two lanes of the digest of these samples."""
     mixed = mix64(np.asarray(positions).astype(np.uint64) * np.uint64(GOLDEN) + name_keys)
     mixed ^= np.asarray(indices).astype(np.uint64) * _ODD
     mixed = mix64(mixed)

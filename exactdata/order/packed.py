@@ -1,4 +1,4 @@
-"""Rows of integers, and JSON, as one short text that JSON and a train state can hold. Does not import torch."""
+"""Pack rows of integers, and JSON, into one short text that JSON and a train state can hold. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MOST_JSON = 1 << 28  # bytes of JSON in a text: more is a forgery
 
 
 def pack_rows(rows: Iterable[Iterable[int]]) -> str:
-    """Rows of integers from 0 to 2^64 - 1."""
+    """Pack rows of integers from 0 to 2^64 - 1."""
     numbers = list(chain.from_iterable(rows))
     return base64.b64encode(struct.pack(f"<{len(numbers)}Q", *numbers)).decode()
 
 
 def unpack_rows(text: str, width: int, most: int) -> U64:
-    """The inverse of `pack_rows`, a new array.
+    """Unpack the result of `pack_rows` into a new array.
 
     Raises:
         ValueError: it is not at most `most` rows of this width.
@@ -46,7 +46,7 @@ def pack_json(value: Any) -> str:
 
 
 def unpack_json(text: str) -> Any:
-    """Read what `pack_json` returned.
+    """Unpack the result of `pack_json`.
 
     Raises:
         ValueError: it is something else.

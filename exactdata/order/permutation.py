@@ -1,4 +1,4 @@
-"""A keyed pseudo-random permutation of [0, n) with random access: nothing is stored.
+"""Permute [0, n) pseudo-randomly under a key, with random access: nothing is stored.
 
 The integers below n are written as pairs (left, right) on a grid a x b of n cells or slightly more. Each round adds a
 hash of one coordinate to the other, a Feistel network with modular addition (Black and Rogaway, "Ciphers with arbitrary
@@ -32,7 +32,7 @@ _ROUND_CONSTANTS = tuple(np.uint64(stream_key("permutation", i) | 1) for i in ra
 
 
 def grid(n: int) -> tuple[int, int]:
-    """Rows and columns (a, b) of the grid for [0, n), 1 <= n <= 2^62: near square, with few surplus cells.
+    """Choose rows and columns (a, b) of the grid for [0, n), 1 <= n <= 2^62: near square, with few surplus cells.
 
     A grid with two odd sides allows only even permutations, so an even side is preferred.
     """
@@ -48,7 +48,7 @@ def grid(n: int) -> tuple[int, int]:
 
 
 def round_pairs(b: int) -> int:
-    """Pairs of rounds for a grid with `b` columns."""
+    """Return the number of pairs of rounds for a grid with `b` columns."""
     return next(pairs for width, pairs in _PAIRS_BY_WIDTH if b >= width)
 
 
@@ -61,13 +61,13 @@ class Domain:
     b: np.uint64 | U64
 
     def select(self, chosen: NDArray[np.intp] | slice) -> Domain:
-        """The domain of the chosen indices."""
+        """Return the domain of the chosen indices."""
         parts = (field[chosen] if isinstance(field, np.ndarray) else field for field in (self.n, self.a, self.b))
         return Domain(*parts)
 
 
 def _hash(values: U64, key: np.uint64 | U64, constant: np.uint64) -> U64:
-    """32-bit hashes of a coordinate and the key."""
+    """Compute 32-bit hashes of a coordinate and the key."""
     mixed = values ^ key
     mixed *= constant
     mixed ^= mixed >> _S32
@@ -77,7 +77,7 @@ def _hash(values: U64, key: np.uint64 | U64, constant: np.uint64) -> U64:
 
 
 def _add(values: U64, hashed: U64, modulus: np.uint64 | U64) -> None:
-    """In place: values = (values + hashed scaled to [0, modulus)) mod modulus."""
+    """Add in place: values = (values + hashed scaled to [0, modulus)) mod modulus."""
     hashed *= modulus
     hashed >>= _S32
     values += hashed
@@ -86,7 +86,7 @@ def _add(values: U64, hashed: U64, modulus: np.uint64 | U64) -> None:
 
 
 def _subtract(values: U64, hashed: U64, modulus: np.uint64 | U64) -> None:
-    """The inverse of `_add`."""
+    """Undo `_add`."""
     hashed *= modulus
     hashed >>= _S32
     values -= hashed  # wraps to a huge number where values < hashed
@@ -95,7 +95,7 @@ def _subtract(values: U64, hashed: U64, modulus: np.uint64 | U64) -> None:
 
 
 def _one_pass(indices: U64, domain: Domain, key: np.uint64 | U64, pairs: int, inverse: bool) -> U64:
-    """One pass through all rounds; the result may be in a surplus cell."""
+    """Apply all rounds once. The result may be in a surplus cell."""
     left = indices // domain.b
     right = indices - left * domain.b
     if inverse:

@@ -1,4 +1,4 @@
-"""What a program asks of the data order, and how a run continues under a changed plan.
+"""Plan a data order, and continue a run under a changed plan.
 
 Does not import torch.
 """
@@ -25,7 +25,7 @@ _MOST_CHANGES = 10  # in a message
 
 @dataclass(frozen=True)
 class OrderPlan:
-    """The segments that a sampler was made with, from position 0 on, and the samples to exclude."""
+    """The segments that a sampler was constructed with, from position 0 on, and the samples to exclude."""
 
     segments: tuple[Segment, ...]
     exclude: Selections
@@ -38,7 +38,7 @@ class OrderPlan:
         return cls(segments_from_json(value["segments"]), Selections.parse(value["exclude"]))
 
     def changes_from(self, saved: OrderPlan, position: int) -> list[str]:
-        """How this plan differs from one saved at `position`, one message per difference.
+        """List the differences between this plan and a plan saved at `position`, one message each.
 
         A segment that has not begun may have moved: a phase begins at a step, and another global batch changes the
         position of that step.
@@ -65,18 +65,18 @@ class OrderPlan:
         sizes: Mapping[str, int],
         order: Callable[[Exclusions], ElasticSequence],
     ) -> tuple[tuple[Segment, ...], Exclusions]:
-        """Segments and exclusions of a run that was saved at `position` and continues under this plan.
+        """Return the segments and exclusions of a run that was saved at `position` and continues under this plan.
 
-        What was in force before `position` stays, and so do changes made in the run that begin later, except where
-        this plan has a segment of its own.
+        Everything before `position` stays. Later changes that were made in the run also stay, except where this plan
+        has a segment at the same start.
 
         Args:
             saved: the plan of the saved run.
             segments: all segments of the saved run, including changes made while it ran.
-            exclusions: all exclusions of the saved run, too.
+            exclusions: all exclusions of the saved run, including those made while it ran.
             position: samples consumed.
             sizes: samples by source name.
-            order: the order of the saved run with other exclusions.
+            order: returns the order of the saved run with other exclusions.
 
         Raises:
             SamplerError: an invalid exclusion.
@@ -97,10 +97,10 @@ class OrderPlan:
         return result, self._exclusions(saved, exclusions, position, sizes, order)
 
     def _adapted(self, made: Segment, sizes: Mapping[str, int]) -> Segment:
-        """A change of weights that was made in the run and has not begun, for the sources and caps of this plan."""
+        """Adapt a change of weights that was made in the run and has not begun to the sources and caps of this plan."""
         now = segment_at(self.segments, made.start)
         weights = {name: made.weights.get(name, now.weights.get(name, 0.0)) for name in sizes}
-        if not any(weights.values()):  # none of the sources that it wants is left
+        if not any(weights.values()):  # all sources with a weight are gone
             return replace(now, start=made.start)
         return replace(made, weights=weights, max_epochs=now.max_epochs)
 
@@ -112,22 +112,22 @@ class OrderPlan:
         sizes: Mapping[str, int],
         order: Callable[[Exclusions], ElasticSequence],
     ) -> Exclusions:
-        """What this plan adds is excluded from `position` on, what it no longer has is withdrawn; the rest stays.
+        """Exclude from `position` on the samples that this plan adds, and withdraw those that it no longer has.
 
-        So does what a call in the run excluded, whether the plan has had the same samples or not. The same positions
-        are other samples by now.
+        Exclusions by a call in the run stay, even if the plan has had the same samples. The same positions mean other
+        samples now.
         """
         added = self.exclude.without(saved.exclude).without(samples_in_force(exclusions))
         check_selections(added, position, sizes)
         result, *rest = withdrawn(exclusions, saved.exclude.without(self.exclude), position)
-        for selections in rest:  # samples, then positions, which count among what is left
+        for selections in rest:  # samples first, because they change which samples are at the positions
             before = result
             result += excluded_from(selections, position, lambda *at: order(before).key_ranges(*at))  # noqa: B023
         return result + excluded_from(added, position, lambda *at: order(exclusions).key_ranges(*at))
 
 
 def _is_same(before: Segment | None, after: Segment | None, position: int) -> bool:
-    """Whether two planned segments are equal, except for the start of one that has not begun."""
+    """Check whether two planned segments are equal, except for the start of a segment that has not begun."""
     if before is None or after is None:
         return False
     ahead = before.start >= position and after.start >= position

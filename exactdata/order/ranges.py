@@ -1,4 +1,4 @@
-"""Sets of integers as sorted ranges: what exclusions are made of. Does not import torch."""
+"""Represent sets of integers as sorted ranges, for exclusions. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _EMPTY = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Ranges:
-    """Ranges `first` to `last`, inclusive, sorted, disjoint and not touching: equal if and only if the integers are.
+    """Ranges `first` to `last`, inclusive, sorted, disjoint and not touching. Equal if and only if the integers are.
 
     Attributes:
         first: int64 of shape (count,).
-        last: the same.
+        last: int64 of shape (count,).
     """
 
     first: I64 = field(default_factory=lambda: _EMPTY)
@@ -28,7 +28,7 @@ class Ranges:
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[int, int]]) -> Ranges:
-        """Any ranges, in any order, each as (first, last)."""
+        """Merge any ranges, in any order, each as (first, last)."""
         first, last = np.fromiter(chain.from_iterable(pairs), np.int64, 2 * len(pairs)).reshape(-1, 2).T
         order = np.argsort(first, kind="stable")
         first, last = first[order], np.maximum.accumulate(last[order])
@@ -50,21 +50,21 @@ class Ranges:
 
     @property
     def total(self) -> int:
-        """How many integers they are."""
+        """Return the number of integers."""
         return int((self.last - self.first).sum()) + len(self)
 
     def values(self) -> I64:
-        """All integers, sorted, int64 of shape (total,)."""
+        """Return all integers, sorted, int64 of shape (total,)."""
         counts = self.last - self.first + 1
         return np.repeat(self.first - (np.cumsum(counts) - counts), counts) + np.arange(self.total)
 
     def from_on(self, lowest: int) -> Ranges:
-        """Those of the integers that are `lowest` or more."""
+        """Return the integers that are `lowest` or more."""
         begin = int(np.searchsorted(self.last, lowest))
         return Ranges(np.maximum(self.first[begin:], lowest), self.last[begin:])
 
     def without(self, other: Ranges) -> Ranges:
-        """Those of the integers that are not in `other`."""
+        """Return the integers that are not in `other`."""
         gap_first = np.append(-LARGEST, other.last + 1)
         gap_last = np.append(other.first - 1, LARGEST)
         low, high = np.searchsorted(gap_last, self.first), np.searchsorted(gap_first, self.last, side="right")
