@@ -1,12 +1,12 @@
-"""A sampler of the user's: checked, dealt out to the ranks, and resumed exactly, as the samplers of this package are.
+"""Check a user's sampler, deal it out to the ranks, and resume it exactly.
 
 There are three kinds:
 
-- with `set_skip` or `state_dict_at`, the contract of this package's samplers: it is used as it is;
+- with `set_skip` or `state_dict_at`, the methods of this package's samplers: it is used unchanged;
 - with `state_dict` and `load_state_dict`: its state is saved after each batch (`StatefulSampler`);
 - with `set_epoch`, such as torch's DistributedSampler: an epoch is iterated again and its first samples are skipped
-  (`SkippingSampler`). Its order must be a function of the epoch; what it draws from the global generators is, since
-  they are seeded for each epoch while it draws.
+  (`SkippingSampler`). Its order must be a function of the epoch. It may draw from the global generators, because they
+  are seeded for each epoch while it draws.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ _CHUNK = 4096  # indices drawn at a time
 
 
 def own_sampler(make: Make, knows_ranks: bool, size: int, num_replicas: int, rank: int, seed: int) -> Any:
-    """The user's sampler with what it lacks of the contract of a sampler.
+    """Create the user's sampler, and add the methods of a sampler that it lacks.
 
     Args:
-        make: creates it.
-        knows_ranks: it yields the indices of its rank; otherwise those of all ranks, which are dealt out.
-        size: of the dataset.
+        make: creates the user's sampler from (num_replicas, rank).
+        knows_ranks: it yields the indices of its rank; otherwise the indices of all ranks, which are dealt out.
+        size: samples of the dataset.
+        num_replicas: number of ranks.
+        rank: this rank.
+        seed: seed of the global generators while it draws.
 
     Raises:
         SamplerError: it lacks a method.
@@ -76,7 +79,7 @@ def _key(seed: int, purpose: str, epoch: int) -> int:
 
 
 class _OwnSampler(EpochSampler):
-    """Common to both kinds: how many indices there are, and their checks."""
+    """Count and check the indices of a user's sampler: the base of both kinds."""
 
     def __init__(
         self, own: Any, length: int, knows_ranks: bool, size: int, num_replicas: int, rank: int, seed: int
@@ -96,10 +99,10 @@ class _OwnSampler(EpochSampler):
             self.own.set_epoch(epoch)
 
     def _checked(self, drawn: list[Any], before: int) -> list[int]:
-        """The indices as integers.
+        """Return the indices as integers.
 
         Raises:
-            SamplerError: one is no integer, or outside of the data.
+            SamplerError: an index is not an integer, or outside of the data.
         """
         for at, index in enumerate(drawn):
             if isinstance(index, bool) or not hasattr(index, "__index__"):
@@ -113,7 +116,7 @@ class _OwnSampler(EpochSampler):
         return SamplerError(f"{self.name} yields {shown} at {at} in epoch {self._epoch}, {what}: fix its __iter__")
 
     def _check_count(self, drawn: int) -> None:
-        """Whether the epoch had as many indices as its length: what is left of it is counted from that."""
+        """Check that the epoch had as many indices as its length, from which the rest of an epoch is counted."""
         if drawn != self._length:
             raise SamplerError(
                 f"{self.name} yields {drawn} indices in epoch {self._epoch}, but its __len__ is {self._length}: "
@@ -140,14 +143,14 @@ class SkippingSampler(_OwnSampler):
         return islice(order, skip, None)
 
     def iter_batches(self, batch_size: int, drop_last: bool) -> Iterator[I64]:
-        """The same sequence as arrays of shape (batch_size,)."""
+        """Yield the sequence of `__iter__` as arrays of shape (batch_size,)."""
         indices = iter(self)
         while batch := list(islice(indices, batch_size)):
             if len(batch) == batch_size or not drop_last:
                 yield np.array(batch, dtype=np.int64)
 
     def _order(self) -> Iterator[int]:
-        """What the user's sampler yields in this epoch."""
+        """Yield the indices of the user's sampler in this epoch."""
         generators = Generators(_key(self.seed, "order", self._epoch))
         with generators.in_place():
             indices = iter(self.own)
@@ -162,7 +165,7 @@ class SkippingSampler(_OwnSampler):
             drawn += len(chunk)
 
     def indices_at(self, positions: I64, epoch: int) -> I64:
-        """The indices at positions within an epoch, counted over all ranks. Iterates it: not for the training loop."""
+        """Return the indices at positions within an epoch, over all ranks. Iterates it: not for the training loop."""
         wanted = np.asarray(positions)
         ranks = [0] if self.dealt or self.num_replicas == 1 else range(self.num_replicas)
         found = np.empty(len(wanted), np.int64)
@@ -188,7 +191,7 @@ class SkippingSampler(_OwnSampler):
         return order
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, and what its order must have in common with that of the sampler that loads this."""
+        """Return the epoch, and the values that must be the same in the sampler that loads this state."""
         return {"epoch": self._epoch, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -220,7 +223,7 @@ class SkippingSampler(_OwnSampler):
 
 
 class StatefulSampler(_OwnSampler):
-    """A sampler that saves its own state: it must hold all that its order depends on, its generators too."""
+    """A sampler that saves its own state, which must include all that its order depends on, such as generators."""
 
     def __iter__(self) -> Iterator[int]:
         generators = Generators(_key(self.seed, "order", self._epoch))
@@ -237,7 +240,7 @@ class StatefulSampler(_OwnSampler):
 
     @property
     def begins_anew(self) -> bool:
-        """See `exactdata.loading.fetch.load_end`."""
+        """Return whether the sampler begins anew after its end; see `exactdata.loading.fetch.load_end`."""
         return bool(getattr(self.own, "begins_anew", False))
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Paths as users write them: files, folders and globs. Imports neither torch nor numpy."""
+"""Expand paths as users write them: files, folders and globs. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def cache_directory(cache_dir: str | Path | None = None) -> Path:
 
 @contextmanager
 def usable_cache(directory: Path, what: str) -> Iterator[None]:
-    """Name the remedy where the file system refuses a cache: the home directory of a node may be another one, or none.
+    """Turn an OSError of a cache into a DataError with the remedy. A node may have another home directory, or none.
 
     Raises:
         DataError: the block raised OSError.

@@ -1,4 +1,4 @@
-"""This process among the ranks of torch.distributed. Imports no torch."""
+"""Find the rank of this process in torch.distributed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def current_ranks() -> tuple[int, int]:
-    """(rank, world size) of torch.distributed; (0, 1) where it is not in use. Imports no torch."""
+    """Return (rank, world size) of torch.distributed; (0, 1) if it is not in use. Imports no torch."""
     distributed: Any = sys.modules.get("torch.distributed")
     initialized = getattr(distributed, "is_initialized", None)  # absent from a torch that is built without it
     if initialized is None or not initialized():

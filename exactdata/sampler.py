@@ -1,4 +1,4 @@
-"""The two seeded samplers: each epoch is shuffled by torch's generator, seeded with seed + epoch.
+"""Two seeded samplers: each epoch is shuffled by torch's generator, seeded with seed + epoch.
 
 Their sequences are fixed index for index, so that a run started elsewhere can be continued here. An epoch is held as
 one array (32-bit where the sizes allow), never as a Python list: torch.randperm draws the same numbers into 32-bit
@@ -54,7 +54,7 @@ _CHUNK = 4096  # indices widened to int64, or converted to Python integers, at a
 
 
 def permutation(n: int, generator: torch.Generator) -> IndexArray:
-    """`torch.randperm(n)` as an array that owns its memory, shape (n,)."""
+    """Return `torch.randperm(n)` as an array that owns its memory, shape (n,)."""
     order: IndexArray = np.empty(n, np.int32 if n < 2**31 else np.int64)
     torch.randperm(n, generator=generator, out=torch.from_numpy(order))
     return order
@@ -65,7 +65,7 @@ def _identity(n: int) -> IndexArray:
 
 
 def _stride(order: IndexArray, rank: int, num_replicas: int, drop_last: bool) -> IndexArray:
-    """This rank's part `[rank::num_replicas]` of `order`, truncated or padded by wrapping around to equal parts."""
+    """Return this rank's `[rank::num_replicas]` of `order`, truncated or padded by wrapping around to equal parts."""
     n = len(order)
     if drop_last or n % num_replicas == 0 or n == 0:
         part = order[rank : n // num_replicas * num_replicas : num_replicas]
@@ -79,7 +79,7 @@ def _stride(order: IndexArray, rank: int, num_replicas: int, drop_last: bool) ->
 
 
 class EpochSampler(Sampler[int]):
-    """A sampler of whole epochs, of which rank r has every num_replicas-th sample.
+    """Sample whole epochs, of which rank r has every num_replicas-th sample.
 
     Attributes:
         num_samples: samples of this rank in a whole epoch; a subclass sets it.
@@ -93,7 +93,7 @@ class EpochSampler(Sampler[int]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next iteration draws."""
+        """Return the epoch that the next iteration draws."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -101,11 +101,11 @@ class EpochSampler(Sampler[int]):
         self._epoch = integer("epoch", epoch)
 
     def __len__(self) -> int:
-        """Samples of this rank in a whole epoch, regardless of the skip."""
+        """Return the number of samples of this rank in a whole epoch, regardless of the skip."""
         return self.num_samples
 
     def positions(self, first: int, count: int) -> I64:
-        """Positions within the epoch of this rank's samples [first, first + count), counted over all ranks from 0.
+        """Return the positions within the epoch of this rank's samples [first, first + count), counted over all ranks.
 
         Returns:
             int64 of shape (count,).
@@ -114,7 +114,7 @@ class EpochSampler(Sampler[int]):
         return np.arange(self.rank + first * step, self.rank + (first + count) * step, step, dtype=np.int64)
 
     def sample_keys(self, first: int, count: int) -> U64:
-        """A 64-bit identity, a hash of (seed, epoch, position), of each of the same samples.
+        """Return a 64-bit hash of (seed, epoch, position) for each of the samples at `positions(first, count)`.
 
         Returns:
             uint64 of shape (count,).
@@ -123,14 +123,14 @@ class EpochSampler(Sampler[int]):
 
 
 class _SeededSampler(EpochSampler, ABC):
-    """Common to both seeded samplers: skip, batches of indices, state."""
+    """Handle skip, batches of indices and state: the base of both seeded samplers."""
 
     def __init__(self, num_replicas: int | None, rank: int | None, shuffle: bool, seed: int, drop_last: bool) -> None:
         super().__init__(*replicas_and_rank(num_replicas, rank), integer("seed", seed))
         self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
         self._skip = 0
-        self._drawn_with: dict[str, Any] | None = None  # what the current epoch was drawn with
-        self._state_loaded = False  # the current epoch is that of a loaded state, until an iteration begins
+        self._drawn_with: dict[str, Any] | None = None  # parameters with which the current epoch was drawn
+        self._state_loaded = False  # whether a state was loaded and no iteration has begun since
 
     def set_skip(self, skip: int) -> None:
         """Leave out the first `skip` samples of this rank, in the next iteration only."""
@@ -140,7 +140,7 @@ class _SeededSampler(EpochSampler, ABC):
         return integers(self._take_order())
 
     def iter_batches(self, batch_size: int, drop_last: bool) -> Iterator[I64]:
-        """The same sequence as `__iter__`, as arrays. Uses up the skip like `__iter__`.
+        """Yield the sequence of `__iter__` as arrays. Uses up the skip like `__iter__`.
 
         Args:
             batch_size: samples per array, at least 1.
@@ -152,7 +152,7 @@ class _SeededSampler(EpochSampler, ABC):
         return _batches(self._take_order(), integer("batch_size", batch_size, 1), drop_last)
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, seed, num_replicas, rank, and what else the order of the current epoch depends on."""
+        """Return epoch, seed, num_replicas, rank, and all else that the order of the current epoch depends on."""
         return {
             "epoch": self._epoch,
             "seed": self.seed,
@@ -167,12 +167,12 @@ class _SeededSampler(EpochSampler, ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the epoch. The rank remains that of this process.
 
-        Weights may differ from the state's from the start of an epoch on. If they differ within the epoch, the next
-        iteration with a skip raises an error.
+        Weights may differ from those in the state from the start of an epoch on. If they differ within the epoch, the
+        next iteration with a skip raises an error.
 
         Raises:
             SamplerStateError: the state has no epoch, or another seed, size, number of replicas, shuffle or drop_last,
-                with which a skip would land on other samples.
+                with which a skip would lead to other samples.
         """
         name = type(self).__name__
         if not isinstance(state, Mapping):
@@ -221,14 +221,14 @@ class _SeededSampler(EpochSampler, ABC):
 
     @abstractmethod
     def _order(self) -> IndexArray:
-        """This rank's whole epoch."""
+        """Return this rank's whole epoch."""
 
     @abstractmethod
     def _sizes(self) -> dict[str, Any]:
-        """The sizes that a state must have in common with this sampler."""
+        """Return the sizes that a state must have in common with this sampler."""
 
     def _draw_parameters(self) -> dict[str, Any]:
-        """What an epoch depends on that may change with the next epoch."""
+        """Return the parameters of an epoch that may change with the next epoch."""
         return {}
 
 
@@ -267,7 +267,7 @@ class DistributedSampler(_SeededSampler):
     def of_sources(
         cls, sizes: Mapping[str, int], weights: Sequence[float], temperature: float, **common: Any
     ) -> DistributedSampler:
-        """That of the sources one after the other, whatever their weights; see `exactdata.samplers.Kind`."""
+        """Create a sampler of the concatenated sources, whatever their weights; see `exactdata.samplers.Kind`."""
         return cls(range(sum(sizes.values())), **common)
 
     def indices_at(self, positions: I64, epoch: int | None = None) -> I64:
@@ -331,7 +331,7 @@ class MixtureSampler(_SeededSampler):
     def of_sources(
         cls, sizes: Mapping[str, int], weights: Sequence[float], temperature: float, **common: Any
     ) -> MixtureSampler:
-        """That of these sources; see `exactdata.samplers.Kind`."""
+        """Create a sampler of these sources; see `exactdata.samplers.Kind`."""
         bounds = list(itertools.accumulate(sizes.values(), initial=0))
         return cls(bounds, weights, **common, temperature=temperature)
 
@@ -365,7 +365,7 @@ class MixtureSampler(_SeededSampler):
 
     @property
     def counts(self) -> list[int]:
-        """Samples of this rank from each source in an epoch."""
+        """Return the samples of this rank from each source in an epoch."""
         return list(self._counts)
 
     def indices_at(self, positions: I64, epoch: int | None = None) -> I64:
@@ -418,14 +418,14 @@ def _listed(values: Mapping[str, Any] | None) -> str:
 
 
 def _fill(target: IndexArray, part: IndexArray, offset: int) -> None:
-    """target = part, repeated to the length of target, plus offset."""
+    """Fill `target` with `part`, repeated to the length of `target`, plus `offset`."""
     for first in range(0, len(target), len(part)):
         window = target[first : first + len(part)]
         np.add(part[: len(window)], offset, out=window, dtype=target.dtype)
 
 
 def integers(order: IndexArray) -> Iterator[int]:
-    """`order` as Python integers, converted in chunks."""
+    """Yield `order` as Python integers, converted in chunks."""
     for first in range(0, len(order), _CHUNK):
         yield from order[first : first + _CHUNK].tolist()
 

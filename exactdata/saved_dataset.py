@@ -1,4 +1,4 @@
-"""A Hugging Face dataset that was saved with `save_to_disk`, as a source."""
+"""Read a Hugging Face dataset that was saved with `save_to_disk`, as a source."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from exactdata.errors import DataError
 class SavedDataset(Dataset[dict[str, Any]]):
     """The rows of a dataset that `datasets.Dataset.save_to_disk` wrote, memory-mapped, with tensors for numbers.
 
-    `datasets.load_from_disk` alone returns lists where it was not saved with a format, and tells a resume nothing of
-    its content.
+    `datasets.load_from_disk` alone returns lists if the dataset was saved without a format, and has no fingerprint that
+    a resume could compare.
 
     Args:
-        path: the directory; of a `DatasetDict` that of one split, such as `saved/train`.
+        path: the directory; for a `DatasetDict` the directory of one split, such as `saved/train`.
         columns: which columns a row has; None: all.
 
     Raises:
@@ -60,5 +60,5 @@ class SavedDataset(Dataset[dict[str, Any]]):
         return rows
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the number of rows, and what `datasets` made of their origin when they were saved."""
+        """Return the number of rows, and the fingerprint that `datasets` had for the saved dataset."""
         return {"samples": len(self), "content": self._content}

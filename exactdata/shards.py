@@ -1,4 +1,4 @@
-"""Memory-mapped token shards on disk. Opening them reads only headers."""
+"""Read memory-mapped token shards on disk. Opening them reads only headers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class TokenShards(TokenDataset):
         paths: a file, a folder, a glob, or a list of them. Shards are in the order of the list, sorted by name within
             a folder or glob.
         sequence_length: T, at least 1.
-        vocab_size: tokens outside [0, vocab_size) are errors, raised when they are fetched; None: not checked.
+        vocab_size: raise an error when a token outside [0, vocab_size) is fetched; None: do not check.
         dtype: dtype of the tokens in `.bin` files, which do not record it: for example uint16, or >u2 for big-endian
-            ones. A `.npy` file records its dtype, which must agree.
+            tokens. A `.npy` file records its dtype, which must agree.
         pattern: which files of a folder are shards; None: `*.bin` if dtype is set, else `*.npy`.
         shards: expected number of files; None: not checked.
 
@@ -57,7 +57,7 @@ class TokenShards(TokenDataset):
 
 
 def token_type(dtype: str | None) -> np.dtype[Any] | None:
-    """The integer dtype with this name.
+    """Return the integer dtype with this name.
 
     Raises:
         DataError: there is none.
@@ -90,10 +90,10 @@ def open_shard(path: Path, dtype: np.dtype[Any] | None) -> Tokens:
 
 
 def with_more_files(path: Path, opened: Callable[[], T]) -> T:
-    """Return what `opened` returns, which opens `path`; where too many files are open, after raising their limit.
+    """Call `opened`, which opens `path`. If too many files are open, raise the limit and call it again.
 
     Raises:
-        DataError: no more files may be open, although the limit was raised as far as it may be.
+        DataError: no more files may be open, although the limit was raised as far as allowed.
     """
     try:
         return opened()

@@ -1,4 +1,4 @@
-"""A stream that resumes anywhere, on any number of workers and ranks, for two methods of its own."""
+"""Resume a stream anywhere, on any number of workers and ranks, from two methods of its class."""
 
 from __future__ import annotations
 
@@ -17,38 +17,37 @@ from exactdata.loading.protocols import LoaderStateError, State, epoch, shard
 class ShardedStream(IterableDataset[Any]):
     """A stream made of *units*, such as files, row groups or blocks of lines; each unit is read by one shard.
 
-    A subclass defines `units` and `read`. The state of a shard is how many of its units it has read, and the position
-    in the one under way. With another number of workers or ranks, the units that are left, and the rest of those under
-    way, are dealt out to the new shards. All of that is done here.
+    A subclass defines `units` and `read`. The state of a shard is the number of units it has read, and the position
+    within the current unit. With another number of workers or ranks, the remaining units, and the rest of the current
+    ones, are dealt out to the new shards.
 
-    A state also holds a digest of the units in their order, of the files that they name with their sizes. Another
-    order, a replaced file, or one that grew or shrank is refused at a resume within an epoch. The files may be in
-    another directory.
+    A state also holds a digest of the units in their order, with the sizes of the files that they name. A resume within
+    an epoch refuses another order, and a file that was replaced, grew or shrank. The files may be in another directory.
 
     Attributes:
-        epoch: that of the loader, from 0; without a loader, how many times this shard has come to the end.
+        epoch: the loader's epoch, from 0; without a loader, how many times this shard has come to the end.
     """
 
     epoch = 0
-    begins_anew = True  # the state after the end of an epoch is that of the next one, see `fetch.load_end`
-    _units: int | None = None  # their number, from the first sample on
-    _content: str | None = None  # their digest, from then on
-    _left: list[list[Any]] | None = None  # what was left at the resume, see `_units_of_shard`; None: everything
-    _shard: tuple[int, int] | None = None  # as which units are being read; None between two epochs
+    begins_anew = True  # the state after the end of an epoch begins the next one, see `fetch.load_end`
+    _units: int | None = None  # number of units, from the first sample on
+    _content: str | None = None  # digest of the units, from the first sample on
+    _left: list[list[Any]] | None = None  # rest of the epoch at the resume, see `_units_of_shard`; None: everything
+    _shard: tuple[int, int] | None = None  # (number, shards) that is being read; None between two epochs
     _done = 0  # units of this shard that were read
     _at: Any = None  # position in the next one
     _loaded = False
 
     def units(self) -> Sequence[Any]:
-        """All units of this epoch in their order, the same on every rank and worker. It may depend on `self.epoch`."""
+        """Return all units of this epoch in order, equal on every rank and worker. They may depend on `self.epoch`."""
         raise NotImplementedError
 
     def read(self, unit: Any, position: Any) -> Iterator[tuple[Any, Any]]:
-        """The samples of a unit, each with the position after it.
+        """Yield the samples of a unit, each with the position after it.
 
         Args:
             unit: one of `units()`.
-            position: None: from the beginning; else as it was yielded with the last sample that was consumed.
+            position: None: from the beginning; else the position that was yielded with the last consumed sample.
 
         Yields:
             (sample, position): the position is of any type that a checkpoint can hold, but not None.
@@ -88,7 +87,7 @@ class ShardedStream(IterableDataset[Any]):
         self._units, self._content, self._left, self._shard, self._done, self._at = None, None, None, None, 0, None
 
     def state_dict(self) -> State:
-        """The position of this shard."""
+        """Return the position of this shard."""
         return {
             "epoch": self.epoch,
             "units": self._units,
@@ -107,7 +106,7 @@ class ShardedStream(IterableDataset[Any]):
         self._done, self._at, self._loaded = state["done"], state["at"], True
 
     def aggregate_state_dict(self, states: Sequence[State]) -> State:
-        """What is left of this epoch, out of the states of the shards that are under way."""
+        """Return the rest of this epoch, from the states of the shards that have not ended."""
         self.check_state_dicts(states)
         found: list[tuple[int, Any]] = []
         for state in states:
@@ -125,7 +124,7 @@ class ShardedStream(IterableDataset[Any]):
         return {**states[0], "units": known["units"], "content": known["content"], "left": left, "done": 0, "at": None}
 
     def check_state_dicts(self, states: Sequence[State]) -> None:
-        """Check that the shards of an epoch read the same units; the loader calls it when ranks are saved.
+        """Check that the shards of an epoch read the same units. The loader calls this when ranks are saved.
 
         Raises:
             LoaderStateError: they do not.
@@ -141,18 +140,19 @@ class ShardedStream(IterableDataset[Any]):
                 )
 
     def finish_state_dict(self, state: State) -> State:
-        """The state of a shard with nothing left of the epoch that `state` is of."""
+        """Return the state of a shard with nothing left of the epoch in `state`."""
         return {**state, "left": [], "shard": [0, 1], "done": 0, "at": None}
 
     def deaggregate_state_dict(self, aggregated: State, number: int, shards: int) -> State:
-        """The state of shard `number` of `shards`, out of what is left."""
+        """Return the state of shard `number` of `shards`, from the rest of an epoch."""
         return {**aggregated, "shard": [number, shards]}
 
 
 def _units_of_shard(units: int, left: list[list[Any]] | None, of: Sequence[int]) -> list[tuple[int, Any]]:
-    """(unit, position in it) of everything that a shard reads.
+    """List (unit, position in it) of everything that a shard reads.
 
     Args:
+        units: number of units.
         left: [first, stop, position in the first] of the units that were left at a resume; None: all of them.
         of: (number, shards).
     """
@@ -164,9 +164,9 @@ def _units_of_shard(units: int, left: list[list[Any]] | None, of: Sequence[int])
 
 
 def digest_of_units(units: Sequence[Any]) -> str:
-    """Compute a digest of units in their order: of the files that they name, with their sizes, and of all else.
+    """Compute a digest of units in their order: of the files that they name, with their sizes, and of everything else.
 
-    What is common to the directories of all files is left out, so that data may be moved. So are addresses in memory.
+    The common part of the directories of all files is left out, so that data may be moved. So are addresses in memory.
     """
     sizes: dict[str, int | None] = {}
 

@@ -1,4 +1,4 @@
-"""Samples in tar files, as WebDataset packs them, each read by itself wherever it lies."""
+"""Read samples in tar files, as WebDataset packs them, in any order."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from exactdata.paths import cache_directory, expand
 from exactdata.shards import with_more_files
 
 FORMAT = 1
-"""Increase it when the index changes: it is part of the name of its file."""
+"""Version of the index. Increase it when the index changes: it is part of the file name."""
 BLOCK = 512
 ENDS = 1 << 16
-"""Bytes of the first and of the last sample of a file that its fingerprint covers."""
+"""The most bytes of the first and of the last sample of a file that its fingerprint covers."""
 COMPRESSED = {b"\x1f\x8b": "gzip -d", b"BZh": "bzip2 -d", b"\xfd7zXZ": "xz -d", b"\x28\xb5\x2f\xfd": "zstd -d"}
 NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)
 """Key and extension of a member: as in WebDataset the key ends at the first dot of the last part of the path."""
@@ -71,7 +71,7 @@ class TarSamples(Dataset[Any]):
         return sample if self.decode is None else self.decode(sample)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what identifies the samples: names, sizes and order of all members, content of both ends of a file."""
+        """Return the fingerprint: names, sizes and order of all members, and content of both ends of each file."""
         digest = xxhash.xxh3_64()
         for file in self.files:
             digest.update(file.digest())
@@ -79,7 +79,7 @@ class TarSamples(Dataset[Any]):
 
 
 class TarFile:
-    """One tar file, opened when it is first read from.
+    """One tar file, opened at its first read.
 
     Args:
         path: the file.
@@ -119,7 +119,7 @@ class TarFile:
         return len(self._firsts) - 1
 
     def read(self, sample: int) -> dict[str, Any]:
-        """Read the members of a sample at once: they lie behind each other. A negative number counts from the end."""
+        """Read all members of a sample at once, as they are adjacent. A negative number counts from the end."""
         first, stop = self._firsts[:-1][sample].item(), self._firsts[1:][sample].item()
         offsets, sizes = self._offsets[first:stop].tolist(), self._sizes[first:stop].tolist()
         content = self._read(offsets[0], offsets[-1] + sizes[-1] - offsets[0])
@@ -171,13 +171,13 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def load_index(path: Path, cached: Path) -> I64:
-    """Memory-map the index of a tar file, which is made first if it is missing or damaged.
+    """Memory-map the index of a tar file. Make it first if it is missing or damaged.
 
-    Several processes may make it at once: each renames a whole file.
+    Several processes may make it at once: each renames a complete file.
 
     Returns:
-        samples, members; then for each sample its first member, and the end; for each member offset, then size, of its
-        content; 0 and the end of each name; the names, padded.
+        Numbers of samples and members; then for each sample its first member, and the end; for each member the offset,
+        then the size, of its content; 0 and the end of each name; the names, padded.
 
     Raises:
         DataError: as for `TarSamples`.
@@ -210,7 +210,7 @@ def load_index(path: Path, cached: Path) -> I64:
 
 
 def make_index(path: Path) -> I64:
-    """Read the headers of a tar file; see `load_index` for what is returned and raised."""
+    """Read the headers of a tar file and make its index; returns and raises as `load_index`."""
     firsts: list[int] = []
     places: list[tuple[int, int]] = []
     names: list[bytes] = []
@@ -283,7 +283,7 @@ def members(path: Path) -> Iterator[tarfile.TarInfo]:
 
 
 def _check_end(rest: bytes, path: Path, at: int) -> None:
-    """Check what `tarfile` takes for the end of the file: damage, or a second archive behind, looks the same to it."""
+    """Check the end of the file as `tarfile` found it, which does not notice damage or a second archive after it."""
     if len(rest) < BLOCK:
         raise DataError(f"{path}: is truncated: it ends at byte {at + len(rest)} without an end mark: copy it again")
     if any(rest):

@@ -1,7 +1,4 @@
-"""Segments: from a position on, these weights, this temperature and these caps.
-
-A train state records them. Does not import torch.
-"""
+"""Define segments: weights, temperature and caps from a position on."""
 
 from __future__ import annotations
 
@@ -24,13 +21,13 @@ _LARGEST_FLOAT = sys.float_info.max
 
 @dataclass(frozen=True)
 class Segment:
-    """From position `start` on, until the next segment, these weights hold.
+    """Weights, temperature and caps from position `start` on, until the next segment.
 
     Attributes:
         start: position, counted over all ranks from the start of the run.
         weights: by source name; a source without a weight is not drawn.
         temperature: shares are proportional to weight^(1/temperature).
-        max_epochs: cap by source name: after that many epochs of it the source is no longer drawn.
+        max_epochs: caps by source name; a source is no longer drawn after this many epochs of it.
     """
 
     start: int
@@ -39,7 +36,7 @@ class Segment:
     max_epochs: Mapping[str, float] = field(default_factory=dict)
 
     def cap(self, name: str, size: int) -> int | None:
-        """The number of samples, counted through all epochs of the source, after which it is no longer drawn.
+        """Return the number of samples, counted through all epochs of the source, after which it is no longer drawn.
 
         Exact for the decimal number that was written: 4.35 epochs of 100 samples are 435.
 
@@ -79,7 +76,7 @@ def _samples_of(epochs: float, size: int) -> int:
 def planned_segments(
     values: Iterable[Segment | Mapping[str, Any] | Sequence[Any]], base: Segment
 ) -> tuple[Segment, ...]:
-    """The base segment and planned ones in any of their accepted forms, sorted; one that starts at 0 replaces the base.
+    """Return planned segments in any of their accepted forms, sorted. `base` is first unless one of them starts at 0.
 
     Raises:
         SamplerError: an invalid segment, or two with the same start.
@@ -96,10 +93,10 @@ def planned_segments(
 
 
 def segments_from_json(value: Any) -> tuple[Segment, ...]:
-    """The inverse of `Segment.to_json` of each.
+    """Read a list of results of `Segment.to_json`.
 
     Raises:
-        ValueError: they are not what it gives.
+        ValueError: there are none, or they are not in the order of their starts.
     """
     found = tuple(Segment.from_json(one) for one in value)
     if not found or any(before.start >= after.start for before, after in pairwise(found)):
@@ -109,12 +106,12 @@ def segments_from_json(value: Any) -> tuple[Segment, ...]:
 
 
 def segment_at(segments: Sequence[Segment], position: int) -> Segment:
-    """The segment that holds at a position, of segments in the order of their starts."""
+    """Return the segment in force at a position, of segments in the order of their starts."""
     return segments[bisect_right(segments, position, key=lambda one: one.start) - 1]
 
 
 def check_sizes(sizes: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes of the sources as Python integers.
+    """Return the sizes of the sources as Python integers.
 
     Raises:
         SamplerError: there is no source, or a size or the sum of all is not an integer from 0 to 2^62.
@@ -135,7 +132,7 @@ def check_sizes(sizes: Mapping[str, Any]) -> dict[str, int]:
 
 
 def check_sources(segments: Iterable[Segment], sizes: Mapping[str, int]) -> None:
-    """Check that there are the sources of the segments.
+    """Check that the sources of the segments exist.
 
     Raises:
         SamplerError: an unknown or empty source.
@@ -159,7 +156,7 @@ def check_values(segments: Sequence[Segment]) -> None:
     """Check the numbers of segments.
 
     Raises:
-        SamplerError: a start, weight, temperature or cap that none can have.
+        SamplerError: an invalid start, weight, temperature or cap.
     """
     numbers = [number for one in segments for number in (*one.weights.values(), *one.max_epochs.values())]
     numbers += [one.temperature for one in segments]
@@ -168,7 +165,7 @@ def check_values(segments: Sequence[Segment]) -> None:
         and all(any(one.weights.values()) and one.temperature > 0 and 0 <= one.start <= MAX_SIZE for one in segments)
         and all(0 <= number <= _LARGEST_FLOAT for number in numbers)
     ):
-        return  # what is checked below, of many at once
+        return  # a fast check of all segments at once; the slow one below names the error
     for segment in segments:
         check_weights(list(segment.weights.values()), segment.temperature, segment.weights)
         for name, cap in segment.max_epochs.items():
@@ -179,7 +176,7 @@ def check_values(segments: Sequence[Segment]) -> None:
 
 
 def as_segment(value: Segment | Mapping[str, Any] | Sequence[Any], base: Segment) -> Segment:
-    """A planned segment from any of its accepted forms. What it leaves out is taken from `base`.
+    """Convert a planned segment from any of its accepted forms. Omitted values are taken from `base`.
 
     Args:
         value: a Segment, a mapping with `start` and any of `weights`, `temperature`, `max_epochs`, or a tuple

@@ -1,9 +1,9 @@
-"""The elastic order: a pure function position -> (source, number, key) -> (source, sample), and its inverse.
+"""Compute the elastic order: a pure function position -> (source, number, key) -> (source, sample), and its inverse.
 
-A *position* is the global index of a consumed sample, counted over all ranks from 0. The *number* of a sample is how
-many samples its source gave before it, its *key* is its place in the stream of the source; they are equal as long as
-nothing is excluded. A *span* is a range of positions with constant shares, resolved from segments, exclusions and epoch
-caps. See docs/data-order.md.
+A *position* is the global index of a consumed sample, counted over all ranks from 0. The *number* of a sample counts
+the earlier samples of its source. Its *key* is its place in the stream of the source. Number and key are equal as long
+as no sample is excluded. A *span* is a range of positions with constant shares, resolved from segments, exclusions and
+epoch caps. See docs/data-order.md.
 
 The order depends on the seed, source names and sizes, segments and exclusions. It does not depend on ranks, batches,
 workers, or the order in which the sources are listed. `VERSION` names exactly this function: any change to it is a new
@@ -30,7 +30,7 @@ from exactdata.order.weights import SamplerError
 VERSION = 1
 
 
-_LAST_EXCLUDED = 1 << 61  # so that the keys that an exclusion moves up stay far from overflow
+_LAST_EXCLUDED = 1 << 61  # keys after excluded ones then stay far from overflow
 
 
 class ElasticSequence:
@@ -39,13 +39,13 @@ class ElasticSequence:
     Arrays of positions, ids, numbers, indices and epochs are int64 of shape (count,).
 
     Args:
-        sizes: samples by source name, as `check_sizes` returns them. Their order determines dataset indices (those of
-            the first source start at 0), and nothing else.
+        sizes: samples by source name, as `check_sizes` returns them. Their order determines only the dataset indices
+            (the indices of the first source start at 0).
         seed: determines the permutations and the interleaving.
         segments: at least one, in the order of their starts; the first starts at 0.
         exclusions: samples to leave out.
         absent: names in `sizes` of retired sources, which have no dataset indices.
-        shuffle: False gives each source in its own order, epoch after epoch; the interleaving is unaffected.
+        shuffle: False: yield each source in its stored order, epoch after epoch. The interleaving stays the same.
 
     Attributes:
         names: source names, sorted. A source id is an index into it.
@@ -85,15 +85,15 @@ class ElasticSequence:
 
     @property
     def total(self) -> int | None:
-        """The number of positions until every source has reached its cap; None if the order is endless."""
+        """Return the number of positions until every source has reached its cap; None if the order is endless."""
         return None if self.spans.stop == END else self.spans.stop
 
     def share_bound(self, name: str) -> float:
-        """Upper bound on |samples of this source - share * slots| within any span."""
+        """Return an upper bound on |samples of this source - share * slots| within any span."""
         return self.spans.share_bound(self._id[name])
 
     def numbers(self, positions: I64) -> tuple[I64, I64]:
-        """Source id of each position, and how many samples the source has given before.
+        """Return the source id of each position, and the number of earlier samples of that source.
 
         Raises:
             SamplerError: a position is outside [0, total).
@@ -107,19 +107,19 @@ class ElasticSequence:
         return self.spans.numbers(positions)
 
     def locate(self, positions: I64) -> tuple[I64, I64, I64]:
-        """Source id, index within the source, and epoch of the source, of each position."""
+        """Return source id, index within the source, and epoch of the source, of each position."""
         ids, numbers = self.numbers(positions)
         epochs, offsets = self._epochs_and_offsets(ids, numbers)
         return ids, self._permute(ids, epochs, offsets, inverse=False), epochs
 
     def indices_at(self, positions: I64) -> I64:
-        """Dataset index of each position."""
+        """Return the dataset index of each position."""
         ids, index, _ = self.locate(positions)
         offsets: I64 = self._offsets[0] if len(self.names) == 1 else self._offsets[ids]
         return index + offsets
 
     def find(self, ids: I64, index: I64, epochs: I64) -> I64:
-        """Position at which each sample is consumed in that epoch of its source; -1 if it never is."""
+        """Return the position at which each sample is consumed in that epoch of its source; -1 if it never is."""
         offsets = self._permute(ids, epochs, index, inverse=True)
         positions = np.empty_like(offsets)
         for source in np.unique(ids).tolist():
@@ -129,19 +129,19 @@ class ElasticSequence:
         return positions
 
     def numbers_at(self, position: int) -> I64:
-        """Samples consumed from each source, by id, in the first `position` positions."""
+        """Return the samples consumed from each source, by id, in the first `position` positions."""
         found: I64 = self.spans.numbers_at(np.array([position]))[0]
         return found
 
     def consumed_at(self, position: int) -> dict[str, int]:
-        """Samples consumed from each source in the first `position` positions."""
+        """Return the samples consumed from each source, by name, in the first `position` positions."""
         return dict(zip(self.names, self.numbers_at(position).tolist(), strict=True))
 
     def key_ranges(self, first: I64, last: I64) -> list[dict[str, tuple[int, int]]]:
-        """What stands at the positions of each range, `first` to `last`, inclusive.
+        """Return the keys at the positions of each range, `first` to `last`, inclusive.
 
         Returns:
-            For each range by source, unless it has nothing there: its first key there, and one past the last.
+            For each range, by name of the sources in it: the first key there, and one past the last.
 
         Raises:
             SamplerError: the positions are too large.
@@ -161,22 +161,22 @@ class ElasticSequence:
         return found
 
     def shares_at(self, position: int) -> dict[str, float]:
-        """Share of each source in force at `position`."""
+        """Return the share of each source in force at `position`."""
         quanta = self.spans.quanta_at(position)
         total = sum(quanta)
         return {name: share / total for name, share in zip(self.names, quanta, strict=True) if share}
 
     def epochs_at(self, position: int) -> dict[str, float]:
-        """Epochs of each source completed by `position`, as a fraction; excluded samples count as consumed."""
+        """Return the epochs of each source completed by `position`, as a fraction; excluded samples count too."""
         numbers = self.numbers_at(position).tolist()
         return {stream.name: stream.progress(number) for stream, number in zip(self._streams, numbers, strict=True)}
 
     def id_of(self, name: str) -> int:
-        """Id of a source: its index in `names`."""
+        """Return the id of a source: its index in `names`."""
         return self._id[name]
 
     def sample_keys(self, positions: I64) -> U64:
-        """A 64-bit identity (seed, source, key) for the sample at each position."""
+        """Return a 64-bit identity (seed, source, key) for the sample at each position."""
         ids, numbers = self.numbers(positions)
         if self._has_exclusions:
             epochs, offsets = self._epochs_and_offsets(ids, numbers)
@@ -226,7 +226,7 @@ class ElasticSequence:
         return permute(offsets.view(np.uint64), domain, keys, pairs, inverse=inverse).view(np.int64)
 
     def _keys_of(self, epoch: int) -> U64:
-        """Permutation keys of all sources in this epoch. The latest epoch is cached."""
+        """Return the permutation keys of all sources in this epoch. The latest epoch is cached."""
         latest = self._epoch_keys
         if latest[0] != epoch:
             latest = self._epoch_keys = (epoch, derive(self._stream_keys, np.full(len(self.names), epoch)))
@@ -234,7 +234,7 @@ class ElasticSequence:
 
 
 def _offsets(names: Sequence[str], sizes: Mapping[str, int], absent: Sequence[str]) -> I64:
-    """Dataset index of sample 0 of each of `names`; far below 0 for sources that are not in the dataset."""
+    """Return the dataset index of sample 0 of each of `names`; far below 0 for sources without a dataset."""
     offsets, total = dict.fromkeys(absent, -END), 0
     for name, size in sizes.items():
         if name not in offsets:

@@ -1,8 +1,8 @@
-"""The endless stream of one source: its epochs one after another, each in a random order of its own.
+"""Order one source endlessly: its epochs one after another, each in a different random order.
 
 The *key* of a sample is its place in the stream: key k is offset k % n of epoch k // n, and the permutation of that
 epoch maps the offset to a sample. The *number* of a sample is how many samples the source has given before it. Without
-exclusions they are equal; excluded keys are skipped, and the others keep their order.
+exclusions they are equal. Excluded keys are skipped, and the others keep their order.
 
 Does not import torch.
 """
@@ -31,19 +31,19 @@ class _Gaps:
     def __init__(self, starts: I64, stops: I64) -> None:
         some = stops > starts
         starts, stops = starts[some], stops[some]
-        self._skipped = np.append(0, np.cumsum(stops - starts))  # left out before each range, and in all
+        self._skipped = np.append(0, np.cumsum(stops - starts))  # integers left out before each range, and in all
         self._starts, self._stops = starts, stops
-        self._kept = starts - self._skipped[:-1]  # not left out, before each range
+        self._kept = starts - self._skipped[:-1]  # integers kept before each range
 
     def nth(self, numbers: I64) -> I64:
-        """The `number`-th integer, from 0, that is not left out."""
+        """Return the `number`-th integer, from 0, that is not left out."""
         if not len(self._kept):
             return numbers
         result: I64 = numbers + self._skipped[np.searchsorted(self._kept, numbers, side="right")]
         return result
 
     def before(self, values: I64) -> tuple[I64, Flags]:
-        """How many integers before each value are not left out, and whether the value itself is left out."""
+        """Count the integers before each value that are not left out, and check whether the value is left out."""
         if not len(self._kept):
             return values, np.zeros(len(values), bool)
         gap = np.searchsorted(self._starts, values, side="right") - 1
@@ -53,13 +53,13 @@ class _Gaps:
 
 @dataclass(frozen=True)
 class _Era:
-    """From the sample `number` on, until the next era, the same exclusions are in force.
+    """A range of samples, from the sample `number` on until the next era, with the same exclusions in force.
 
     Attributes:
-        number: of the first sample.
+        number: number of the first sample.
         key: the first key.
-        samples: those that are left out.
-        keys: that are left out besides, from `key` on.
+        samples: the samples that are left out.
+        keys: further keys that are left out, from `key` on.
     """
 
     number: int
@@ -69,12 +69,12 @@ class _Era:
 
 
 class _Kept:
-    """What an era leaves.
+    """The samples that an era keeps.
 
     Attributes:
-        samples: those that are not excluded.
+        samples: the samples of the source that are not excluded.
         first: the first key of the era, among the keys of `samples`.
-        gaps: the keys that are left out besides, counted from there among the keys of `samples`.
+        gaps: further keys that are left out, counted from `first` among the keys of `samples`.
     """
 
     def __init__(self, samples: KeptSamples, key: int, keys: Ranges) -> None:
@@ -89,24 +89,24 @@ class _Kept:
         return _times(epochs, self.samples.left) + self.samples.before(epochs, offsets)[0]
 
     def nth(self, numbers: I64) -> tuple[I64, I64]:
-        """Epoch and offset of each sample, by its number in the era."""
+        """Return epoch and offset of each sample, by its number in the era."""
         return self.samples.locate(self.gaps.nth(numbers) + self.first)
 
     def before(self, epochs: I64, offsets: I64) -> tuple[I64, Flags]:
-        """How many samples of the era come before each (epoch, offset), and whether the one there is left out."""
+        """Count the samples of the era before each (epoch, offset), and check whether the sample there is left out."""
         ranks, is_excluded = self.samples.before(epochs, offsets)
         kept, in_gap = self.gaps.before(_times(epochs, self.samples.left) + ranks - self.first)
         return kept, is_excluded | in_gap
 
 
 class SourceStream:
-    """Maps the numbers of one source's samples to (epoch, offset in the permutation of that epoch), and back.
+    """Map the numbers of one source's samples to (epoch, offset in the permutation of that epoch), and back.
 
     Args:
-        seed: of the order; with the name it determines the permutations.
-        name: of the source.
+        seed: seed of the order; with the name it determines the permutations.
+        name: name of the source.
         size: number of samples of the source.
-        shuffle: False keeps the source's own order in every epoch.
+        shuffle: False: keep the stored order of the source in every epoch.
     """
 
     def __init__(self, seed: int, name: str, size: int, shuffle: bool = True) -> None:
@@ -118,15 +118,15 @@ class SourceStream:
         self._eras = [_Era(0, 0, Ranges(), Ranges())]
         self._numbers = np.zeros(1, np.int64)  # of the eras
         self._cache: dict[int, _Kept] = {}  # by era
-        self.has_exclusions = False  # then numbers and keys are equal
+        self.has_exclusions = False  # while False, numbers and keys are equal
 
     def leave_out(self, number: int, samples: Ranges, keys: Ranges) -> None:
-        """From the sample `number` on, leave out exactly these; what was left out so far returns.
+        """Leave out exactly these samples and keys, from the sample `number` on. Earlier exclusions end there.
 
         Args:
             number: samples that the source has given.
             samples: indices within the source.
-            keys: those that come before the sample `number` have no effect.
+            keys: keys; those before the sample `number` have no effect.
 
         Raises:
             SamplerError: no sample would be left, or the keys reach beyond 2^62.
@@ -171,35 +171,35 @@ class SourceStream:
         return permute(values.astype(np.uint64), self.domain, key, self.pairs, inverse=inverse).view(np.int64)
 
     def end_key(self, number: int) -> int:
-        """One past the key of the last of the first `number` samples."""
+        """Return one past the last key of the first `number` samples."""
         last = self._eras[-1]
         return last.key if number == last.number else int(self.end_keys(np.array([number]))[0])
 
     def end_keys(self, numbers: I64) -> I64:
-        """The same of each number, int64 of shape (count,)."""
+        """Return `end_key` of each number, int64 of shape (count,)."""
         if not self.has_exclusions:
             return numbers
         last = self._eras[-1]
         return np.where(numbers == last.number, last.key, self.keys_of(np.maximum(numbers - 1, 0)) + 1)
 
     def keys_of(self, numbers: I64) -> I64:
-        """The key of each sample, int64 of shape (count,)."""
+        """Return the key of each sample, int64 of shape (count,)."""
         if not self.has_exclusions:
             return numbers
         epochs, offsets = self.epochs_and_offsets(numbers)
         return epochs * self.size + offsets
 
     def progress(self, number: int) -> float:
-        """Epochs completed by the first `number` samples, as a fraction; excluded samples before them count."""
+        """Return the epochs completed by the first `number` samples, as a fraction; excluded ones before them count."""
         if not number:
             return 0.0
         epoch, offset = divmod(self.end_key(number), self.size)
         if offset and self.keys_of(np.array([number]))[0] // self.size > epoch:
-            return float(epoch + 1)  # all that is left of the epoch is excluded
+            return float(epoch + 1)  # the rest of the epoch is excluded
         return epoch + offset / self.size
 
     def epochs_and_offsets(self, numbers: I64) -> tuple[I64, I64]:
-        """Epoch and offset of each sample, both of the shape of `numbers`, (count,)."""
+        """Return epoch and offset of each sample, both of the shape of `numbers`, (count,)."""
         if not self.has_exclusions:
             return np.divmod(numbers, np.int64(max(1, self.size)))
         era_of = np.searchsorted(self._numbers, numbers, side="right") - 1
@@ -213,7 +213,7 @@ class SourceStream:
         return epochs, offsets
 
     def numbers_of(self, epochs: I64, offsets: I64) -> I64:
-        """The number of the sample at each (epoch, offset), shape (count,); -1 if it is left out.
+        """Return the number of the sample at each (epoch, offset), shape (count,); -1 if it is left out.
 
         Above 2^62, a number is not exact.
         """
@@ -221,7 +221,7 @@ class SourceStream:
         return np.where(is_left_out, np.int64(-1), numbers)
 
     def number_before(self, key: int) -> int:
-        """How many samples come before this key."""
+        """Count the samples before this key."""
         if key >= MAX_SIZE and not self.has_exclusions:
             return MAX_SIZE
         epoch, offset = divmod(key, self.size)
@@ -229,7 +229,7 @@ class SourceStream:
         return int(numbers[0])
 
     def _before(self, epochs: I64, offsets: I64) -> tuple[I64, Flags]:
-        """How many samples come before each (epoch, offset), and whether the one there is left out."""
+        """Count the samples before each (epoch, offset), and check whether the sample there is left out."""
         if not self.has_exclusions:
             return _times(epochs, self.size) + offsets, np.zeros(len(epochs), bool)
         numbers, is_left_out = np.empty_like(epochs), np.zeros(len(epochs), bool)
@@ -244,6 +244,6 @@ class SourceStream:
 
 
 def _times(epochs: I64, kept: int) -> I64:
-    """The product, but 2^62 where it would be more."""
+    """Multiply, and limit the product to 2^62."""
     most = MAX_SIZE // max(1, kept)
     return np.where(epochs > most, np.int64(MAX_SIZE), np.minimum(epochs, most) * kept)

@@ -1,6 +1,6 @@
-"""Resolves segments, exclusions and epoch caps into spans: ranges of positions with constant shares.
+"""Resolve segments, exclusions and epoch caps into spans: ranges of positions with constant shares.
 
-All spans are looked up together, so that a batch that touches many of them costs as much as any. Does not import torch.
+All spans are looked up together. A batch costs the same however many of them it touches. Does not import torch.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ Chosen = I64 | slice
 
 
 class Spans:
-    """All spans of an order, looked up together however many of them some positions touch.
+    """All spans of an order, looked up together.
 
     Args:
-        seed: of the order.
-        names: of the sources of the order, sorted.
-        starts: where a span may begin, sorted, int64 of shape (count,); the first is 0.
+        seed: seed of the order.
+        names: names of the sources of the order, sorted.
+        starts: positions at which a span may begin, sorted, int64 of shape (count,); the first is 0.
         quanta: share of each source from each of the starts on, times 2^44; int64 of shape (count, sources). A span
-            continues where they stay the same. Where all are 0, the order ends.
+            continues while they stay the same. The order ends where all are 0.
 
     Attributes:
-        start: of each span and of what follows the last, int64 of shape (spans + 1,).
-        begin: how many samples each source has given before each span, and before what follows the last, int64 of
-            shape (spans + 1, sources).
+        start: first position of each span, and the position after the last, int64 of shape (spans + 1,).
+        begin: number of samples that each source has given before each span, and before the position after the last
+            span, int64 of shape (spans + 1, sources).
         stop: one past the last position; 2^62 in an endless order.
     """
 
@@ -77,12 +77,12 @@ class Spans:
         return len(self._quanta)
 
     def quanta_at(self, position: int) -> list[int]:
-        """Share of each source at a position, or in the last span, times 2^44."""
+        """Return the share of each source at a position, or in the last span, times 2^44."""
         quanta: list[int] = self._quanta[np.searchsorted(self.start[1:-1], position, side="right")].tolist()
         return quanta
 
     def numbers(self, positions: I64) -> tuple[I64, I64]:
-        """Source of each position, and how many samples the source has given before."""
+        """Return the source of each position, and the number of earlier samples of that source."""
         ids, numbers = np.empty((2, len(positions)), np.int64)
         for rows, chosen, sources, mixtures, place in self._parts(self._rows_of(positions)):
             member, counted = mixtures.locate((positions[chosen] - self.start[rows]).view(np.uint64), place)
@@ -94,7 +94,7 @@ class Spans:
         return ids, numbers
 
     def numbers_at(self, positions: I64) -> I64:
-        """How many samples each source has given before each position, int64 of shape (count, sources)."""
+        """Count the samples that each source has given before each position, int64 of shape (count, sources)."""
         rows = self._rows_of(positions)
         numbers = (
             np.repeat(self.begin[rows : rows + 1], len(positions), 0) if isinstance(rows, int) else self.begin[rows]
@@ -109,7 +109,7 @@ class Spans:
         return numbers
 
     def find(self, source: int, numbers: I64) -> I64:
-        """The position of each sample of a source, by its number; -1 if the order does not have it."""
+        """Return the position of each sample of a source, by its number; -1 if the order does not have it."""
         positions = np.full(len(numbers), -1, np.int64)
         rows = np.searchsorted(self.begin[1:-1, source], numbers, side="right")
         here = np.flatnonzero((numbers >= self.begin[rows, source]) & (numbers < self.begin[rows + 1, source]))
@@ -121,7 +121,7 @@ class Spans:
         return positions
 
     def share_bound(self, source: int) -> float:
-        """Upper bound on |samples of this source - share * slots| within any of the spans."""
+        """Return an upper bound on |samples of this source - share * slots| within any of the spans."""
         return max(
             (
                 mixtures.share_bound(int(np.searchsorted(sources, source)), mixture)
@@ -133,14 +133,14 @@ class Spans:
         )
 
     def _rows_of(self, positions: I64) -> int | I64:
-        """The span of each position; a number if it is the same of all."""
+        """Return the span of each position; one number if all positions are in the same span."""
         if len(self) == 1 or not len(positions):
             return 0
         rows: I64 = np.searchsorted(self.start[1:-1], positions, side="right")
         return rows if (rows != rows[:1]).any() else int(rows[0])
 
     def _parts(self, rows: int | I64) -> Iterator[tuple[int | I64, Chosen, I64, Interleave, int | I64]]:
-        """The spans that mix the same sources: their rows, which of `rows` these are, and their mixtures."""
+        """Yield the spans that mix the same sources: their rows, the indices of these in `rows`, and their mixtures."""
         if isinstance(rows, int):
             yield rows, slice(None), *self._mixtures[self._set_of[rows]], int(self._place[rows])
         elif len(self._mixtures) == 1:
@@ -153,17 +153,17 @@ class Spans:
 
 
 def resolved(seed: int, streams: Sequence[SourceStream], segments: Sequence[Segment], exclusions: Exclusions) -> Spans:
-    """The spans of an order. Exclusions are entered in the streams.
+    """Resolve the spans of an order. Exclusions are entered in the streams.
 
-    Segments and exclusions are played through in the order of their positions. An exclusion acts on the streams from
-    the position at which it was made, and not before: that a source has nothing left below its cap must not change
-    what was consumed until then.
+    Segments and exclusions are processed in the order of their positions. An exclusion acts on the streams only from
+    the position at which it was made: a source that then has nothing left below its cap must not change the samples
+    consumed before.
 
     Args:
-        seed: of the order.
+        seed: seed of the order.
         streams: one per source, sorted by name.
         segments: at least one, in the order of their starts.
-        exclusions: of sources that there are.
+        exclusions: exclusions of existing sources.
 
     Raises:
         SamplerError: the order is empty, every sample of a source is excluded, or a source is unknown.
@@ -172,7 +172,7 @@ def resolved(seed: int, streams: Sequence[SourceStream], segments: Sequence[Segm
     left_out = LeftOut(exclusions)
     for name in sorted(set().union(*left_out.changes.values()) - known.keys()):
         raise SamplerError(f"exclude: unknown source {name!r}")
-    rows = _Rows(seed, streams, [one for one in segments if one.start < END])  # with the last position begins nothing
+    rows = _Rows(seed, streams, [one for one in segments if one.start < END])  # no position is END or more
     at = 0
     while True:
         numbers = rows.spans.numbers_at(np.array([at]))[0] if at else np.zeros(len(streams), np.int64)
@@ -186,12 +186,12 @@ def resolved(seed: int, streams: Sequence[SourceStream], segments: Sequence[Segm
 
 
 class _Rows:
-    """What holds from each position on at which a span may begin, and the spans that come of it.
+    """The shares at each position where a span may begin, and the spans that result.
 
     Args:
-        seed: of the order.
+        seed: seed of the order.
         streams: one per source, sorted by name.
-        segments: in the order of their starts.
+        segments: segments in the order of their starts.
     """
 
     def __init__(self, seed: int, streams: Sequence[SourceStream], segments: Sequence[Segment]) -> None:
@@ -207,17 +207,17 @@ class _Rows:
         self.spans = Spans(seed, self._names, self._starts, self._drawn)
 
     def drop_capped(self, at: int, numbers: I64) -> list[int]:
-        """Draw from position `at` on what is below its cap there.
+        """Draw from position `at` on only sources that are below their cap there.
 
         Args:
             at: the position.
             numbers: samples that each source has given until then.
 
         Returns:
-            The next position at which a source reaches its cap; nothing if none does.
+            The next position at which a source reaches its cap; empty if none does.
 
         Raises:
-            SamplerError: there is nothing from position 0 on.
+            SamplerError: no source can be drawn from position 0 on.
         """
         if self._caps is None:
             return []
@@ -244,13 +244,13 @@ class _Rows:
             return []
         row = int(np.argmax(hit.any(axis=1)))
         sources = np.flatnonzero(hit[row])
-        if (counts[row, sources] >= limits[row, sources]).any():  # by a cap that is lower from here on
+        if (counts[row, sources] >= limits[row, sources]).any():  # a segment with a lower cap begins here
             return [int(self._starts[first + row])]
         last = [self.spans.find(source, limits[row, [source]] - 1)[0] for source in sources.tolist()]
         return [int(min(last)) + 1]
 
     def _limits(self, first: int) -> I64:
-        """How many samples each source gives until its cap, END without a cap, in the rows from `first` on."""
+        """Return how many samples each source gives until its cap, END without a cap, in the rows from `first` on."""
         assert self._caps is not None
         limits = np.full((len(self._starts) - first, len(self._streams)), END, np.int64)
         for stream, caps, column in zip(self._streams, self._caps[first:].T, limits.T, strict=True):
@@ -260,7 +260,7 @@ class _Rows:
 
 
 def _quanta(segments: Sequence[Segment], names: Sequence[str]) -> I64:
-    """Share of each source in each segment, times 2^44, and 0 without a weight; int64 of shape (segments, sources)."""
+    """Return each source's share in each segment, times 2^44, 0 without a weight; int64, (segments, sources)."""
     none = dict.fromkeys(names, 0.0)
     weights = np.array([[*{**none, **one.weights}.values()] for one in segments], np.float64)
     temperature = np.array([one.temperature for one in segments], np.float64)

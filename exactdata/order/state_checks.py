@@ -1,8 +1,7 @@
-"""Checks of saved states: what a state may hold is declared, and checked wholly before anything of it is restored.
+"""Check saved states against declarations, completely, before any part of them is restored.
 
-A declaration is a `Kind`, or a `Record`, `ListOf`, `MapOf` of declarations. A *seal* is a digest of a state,
-kept in the state: values that were exchanged for others of the same kind do not pass as a place in the data. It detects
-mistakes, not forgery.
+A declaration is a `Kind`, or a `Record`, `ListOf`, `MapOf` of declarations. A *seal* is a digest of a state, kept in
+the state. It detects values that were replaced by other values of the same kind. It detects mistakes, not forgery.
 
 Does not import torch.
 """
@@ -23,11 +22,11 @@ _MOST_SHOWN = 80  # characters of a value in a message
 
 @dataclass(frozen=True)
 class Kind:
-    """A value by itself.
+    """A single value.
 
     Attributes:
-        allowed: what it must be, for messages.
-        fits: whether a value is that.
+        allowed: description of the allowed values, for messages.
+        fits: returns whether a value is allowed.
     """
 
     allowed: str
@@ -36,11 +35,11 @@ class Kind:
 
 @dataclass(frozen=True)
 class Record:
-    """A mapping with these keys; other keys are not looked at.
+    """A mapping with these keys; other keys are not checked.
 
     Attributes:
         required: declarations by key.
-        optional: of keys that may be missing.
+        optional: declarations of keys that may be missing.
     """
 
     required: Mapping[str, Declaration] = field(default_factory=dict)
@@ -65,13 +64,13 @@ Declaration: TypeAlias = Kind | Record | ListOf | MapOf
 
 
 def whole(low: int = 0, high: int = LARGEST) -> Kind:
-    """An integer from `low` to `high`; a bool is none."""
+    """Declare an integer from `low` to `high`, which is not a bool."""
     bounds = f"an integer of {low} or more" if high == LARGEST else f"an integer from {low} to {high}"
     return Kind(bounds, lambda value: type(value) is int and low <= value <= high)
 
 
 def one_of(*values: Any) -> Kind:
-    """One of these values, of the same type."""
+    """Declare one of these values, of the same type."""
     return Kind(
         " or ".join(map(repr, values)),
         lambda value: any(type(value) is type(each) and value == each for each in values),
@@ -79,12 +78,12 @@ def one_of(*values: Any) -> Kind:
 
 
 def maybe(kind: Kind) -> Kind:
-    """None, or what `kind` allows."""
+    """Declare None, or a value that `kind` allows."""
     return Kind(f"None or {kind.allowed}", lambda value: value is None or kind.fits(value))
 
 
 def hexadecimal(digits: int) -> Kind:
-    """A string of so many lower-case hexadecimal digits."""
+    """Declare a string of `digits` lower-case hexadecimal digits."""
     return Kind(
         f"a string of {digits} hexadecimal digits",
         lambda value: isinstance(value, str) and len(value) == digits and set(value) <= set("0123456789abcdef"),
@@ -99,15 +98,15 @@ any_integer = Kind("an integer", lambda value: type(value) is int)
 
 
 def problem_in(value: Any, declared: Declaration, key: str = "") -> tuple[str, str, str] | None:
-    """The first value that is not as declared.
+    """Find the first value that is not as declared.
 
     Args:
         value: a state or a part of it.
-        declared: what it must be.
-        key: where `value` is, with dots between the levels.
+        declared: its declaration.
+        key: path of `value` in the state, with dots between the levels.
 
     Returns:
-        The key, the value as text, and what is allowed; None if there is no problem.
+        The key, the value as text, and the allowed values; None if there is no problem.
     """
     if isinstance(declared, Kind):
         return None if declared.fits(value) else (key, shown(value), declared.allowed)
@@ -142,7 +141,7 @@ def _first(problems: Iterable[tuple[str, str, str] | None]) -> tuple[str, str, s
 
 
 def shown(value: Any) -> str:
-    """The value on one line, shortened."""
+    """Return the value on one line, shortened."""
     try:
         line = " ".join(repr(value).split())
     except RecursionError:
@@ -155,9 +154,9 @@ def check(value: Any, declared: Declaration, message: str, error: type[Exception
 
     Args:
         value: the state.
-        declared: what it must be.
-        message: of the error, with `{key}`, `{value}` and `{allowed}` to be filled in.
-        error: its type.
+        declared: its declaration.
+        message: message of the error, with placeholders `{key}`, `{value}` and `{allowed}`.
+        error: type of the error.
 
     Raises:
         Exception: an `error`, naming the first value that is not as declared.
@@ -169,12 +168,12 @@ def check(value: Any, declared: Declaration, message: str, error: type[Exception
 
 
 def sealed(state: Mapping[str, Any], key: str = "digest") -> dict[str, Any]:
-    """`state` with its seal under `key`, in place of one that it had."""
+    """Return `state` with its seal under `key`, in place of an earlier seal."""
     return {**state, key: digest_of(state, key)}
 
 
 def without_foreign(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a state without the keys that begin with an underscore, which only others add."""
+    """Copy a state without the keys that begin with an underscore, which other programs add."""
     return {name: value for name, value in state.items() if not _is_foreign(name)}
 
 
@@ -185,8 +184,8 @@ def _is_foreign(name: Any) -> bool:
 def digest_of(state: Mapping[str, Any], key: str = "digest") -> str:
     """Compute the digest of a state without its `key`: the same before and after a round trip through JSON.
 
-    A value that has a "seal" counts as that seal: whoever restores the value has to check it. Keys that begin with an
-    underscore are left out: trainers add some of their own.
+    A value that has a "seal" is replaced by that seal, which has to be checked when the value is restored. Keys that
+    begin with an underscore are left out, because trainers add such keys.
     """
     content = {
         name: value["seal"] if type(value) is dict and "seal" in value else value
@@ -197,9 +196,9 @@ def digest_of(state: Mapping[str, Any], key: str = "digest") -> str:
 
 
 def _text_of(content: Mapping[str, Any]) -> bytes:
-    """JSON with sorted keys, by orjson if it can: that is ten times as fast.
+    """Return JSON with sorted keys, by orjson if possible, which is ten times as fast.
 
-    It cannot write integers above 64 bits, and writes a null for what is not a number.
+    orjson cannot write integers above 64 bits, and writes null for a float that is not a number.
     """
     try:
         line = orjson.dumps(content, default=_outline, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
@@ -218,13 +217,13 @@ def _slow_text_of(content: Mapping[str, Any]) -> bytes:
 
 
 def check_seal(state: Mapping[str, Any], what: str, error: type[Exception], key: str = "digest") -> None:
-    """Check that a state is what it was when it was sealed.
+    """Check that a state has not changed since it was sealed.
 
     Args:
         state: the state.
-        what: names it in the message.
-        error: the type of the error.
-        key: of the seal.
+        what: name of the state in the message.
+        error: type of the error.
+        key: key of the seal.
 
     Raises:
         Exception: an `error`; the state was changed since.
@@ -233,7 +232,7 @@ def check_seal(state: Mapping[str, Any], what: str, error: type[Exception], key:
 
 
 def check_same_seal(recorded: Any, found: str, what: str, error: type[Exception], key: str = "seal") -> None:
-    """Check the seal that a state records against that of its content; see `check_seal`."""
+    """Check the seal that a state records against the seal of its content; see `check_seal`."""
     if recorded != found:
         raise error(
             f"{what} records {key} {shown(recorded)}, but its content has {key} {found!r}: it was truncated or "
@@ -252,7 +251,7 @@ def _with_string_keys(value: Any) -> Any:
 
 
 def _outline(value: Any) -> Any:
-    """Of what JSON cannot hold the type, and the shape and dtype of a tensor or array; other types of containers."""
+    """Describe a value that JSON cannot hold by its type, shape and dtype. Convert other types of containers."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Arguments that all samplers share: weights, temperature, replicas. Does not import torch."""
+"""Check arguments that all samplers share: weights, temperature, replicas. Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class SamplerError(UserError, ValueError):
 
 
 class SamplerStateError(UserError, ValueError):
-    """A saved state that does not fit this sampler. The message states the saved value and the sampler's own."""
+    """A saved state that does not fit this sampler. The message states the saved value and the sampler's value."""
 
 
 def integer(what: str, value: Any, lowest: int | None = None) -> int:
-    """`value` as a Python integer; numpy and torch integers are accepted, floats are not.
+    """Return `value` as a Python integer; numpy and torch integers are accepted, floats are not.
 
     Args:
-        what: it is, for the error.
+        what: name of the value, for the error.
         value: an integer.
-        lowest: None: any integer; else those from here to 2^62, the largest count of samples.
+        lowest: the lowest allowed value, with 2^62, the largest count of samples, as the highest; None: any integer.
 
     Raises:
         SamplerError: `value` is not an integer, or is outside these bounds.
@@ -47,10 +47,10 @@ def integer(what: str, value: Any, lowest: int | None = None) -> int:
 
 
 def check_names(names: Iterable[Any], error: type[Exception] = SamplerError) -> None:
-    """Check names of sources: they are in states, in the metrics and in what users write to leave samples out.
+    """Check names of sources. They are used in states, in the metrics and in exclusions.
 
     Raises:
-        Exception: an `error`, for one that is no printable text, or "positions".
+        Exception: an `error`, for a name that is not printable text, or "positions".
     """
     for name in names:
         if not (isinstance(name, str) and name and name.isprintable()):
@@ -62,10 +62,10 @@ def check_names(names: Iterable[Any], error: type[Exception] = SamplerError) -> 
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a real number, numpy's included, that a float can hold."""
+    """Check whether a value is a real number, numpy's included, that a float can hold."""
     try:
         return isinstance(value, Real) and value is not True and value is not False and math.isfinite(value)
-    except OverflowError:  # an integer
+    except OverflowError:  # a large integer
         return False
 
 
@@ -74,8 +74,8 @@ def check_weights(weights: Sequence[float], temperature: float, names: Iterable[
 
     Args:
         weights: one per source.
-        temperature: of the mixture.
-        names: what errors call the sources; None: their numbers.
+        temperature: temperature of the mixture.
+        names: names of the sources in errors; None: their numbers.
 
     Raises:
         SamplerError: the temperature is not finite and above 0, a weight is negative or not finite, or all are 0.
@@ -102,7 +102,7 @@ def check_weight(label: object, weight: Any) -> None:
 def weights_by_name(
     weights: Weights, sizes: Mapping[str, int], base: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """Weights by source name, in the order of `sizes`.
+    """Return weights by source name, in the order of `sizes`.
 
     Args:
         weights: by name, or one per source.
@@ -134,7 +134,7 @@ def weights_by_name(
 
 
 def shares(weights: Sequence[float], temperature: float = 1.0) -> list[float]:
-    """Shares proportional to w^(1/T): temperature sampling (Arivazhagan et al., 2019, arXiv:1907.05019).
+    """Compute shares proportional to w^(1/T): temperature sampling (Arivazhagan et al., 2019, arXiv:1907.05019).
 
     A temperature above 1 evens the mixture out, one below 1 sharpens it. A weight of 0 has share 0 at any temperature.
     Extreme weights and temperatures do not overflow.
@@ -151,7 +151,7 @@ def shares(weights: Sequence[float], temperature: float = 1.0) -> list[float]:
         total = math.fsum(weight / largest for weight in weights) if math.isinf(sum(weights)) else 0.0
         if total:
             return [weight / largest / total for weight in weights]
-        total = reduce(operator.add, weights)  # as every platform adds them; newer versions of `sum` correct the result
+        total = reduce(operator.add, weights)  # the same on every platform; newer versions of `sum` correct the result
         return [weight / total for weight in weights]
     logs = [math.log(weight) / temperature if weight > 0 else -math.inf for weight in weights]
     highest = max(logs)
@@ -165,12 +165,12 @@ def shares(weights: Sequence[float], temperature: float = 1.0) -> list[float]:
 
 
 def per_rank(size: int, num_replicas: int, drop_last: bool) -> int:
-    """Samples of a source that a rank gets of each epoch of a seeded sampler."""
+    """Return the samples of a source that a rank gets in each epoch of a seeded sampler."""
     return size // num_replicas if drop_last else -(-size // num_replicas)
 
 
 def apportion(probabilities: Sequence[float], budget: int) -> list[int]:
-    """round(p * budget) for each p, corrected by one in descending order of p until the sum is `budget`."""
+    """Round p * budget for each p, and correct by one in descending order of p until the sum is `budget`."""
     counts = [round(p * budget) for p in probabilities]
     difference = budget - sum(counts)
     by_share = sorted(range(len(counts)), key=lambda source: -probabilities[source])
@@ -180,7 +180,7 @@ def apportion(probabilities: Sequence[float], budget: int) -> list[int]:
 
 
 def replicas_and_rank(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """The arguments, with None replaced by the values of torch.distributed, or 1 and 0 where it is not initialized.
+    """Return the arguments, with None replaced by the values of torch.distributed, or 1 and 0 if it is not initialized.
 
     Raises:
         SamplerError: `num_replicas` is below 1, or `rank` is outside [0, num_replicas).

@@ -1,1 +1,1 @@
-"""Questions about a data order: what a step consumed, what is left, what another batch shape would change."""
+"""Answer questions about a data order: the samples of a step, the rest of a run, the effect of another batch shape."""

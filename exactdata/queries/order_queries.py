@@ -1,7 +1,7 @@
-"""Look up a data order: the samples of a step, the times of a sample, what each source gives, a comparison of two runs.
+"""Look up a data order: the samples of a step, the times of a sample, totals per source, a comparison of two runs.
 
 Each function takes an `OrderRecord` and returns plain values, ready for JSON. For the elastic sampler they are
-arithmetic; the seeded samplers draw the epochs in question, with torch. Neither data nor model is read.
+arithmetic. For the seeded samplers, the epochs in question are drawn, with torch. Neither data nor model is read.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _SCAN_LIMIT = 1 << 22  # and in all
 
 
 def samples_of_step(record: OrderRecord, step: int) -> list[Row]:
-    """Every sample of a step: rank, micro_batch, position, source, index and epoch of the source.
+    """List every sample of a step: rank, micro_batch, position, source, index and epoch of the source.
 
     Args:
-        record: of the run.
+        record: record of the run.
         step: counted from 1, as in the metrics.
 
     Returns:
@@ -61,7 +61,7 @@ def samples_of_step(record: OrderRecord, step: int) -> list[Row]:
 
 
 def times_of_sample(record: OrderRecord, source: str, index: int) -> list[Row]:
-    """When a sample is consumed, up to the end of the run: epoch, position, step and rank of each time.
+    """List when a sample is consumed, up to the end of the run: epoch, position, step and rank of each time.
 
     The position is None for the seeded samplers.
 
@@ -97,7 +97,7 @@ def _when(record: OrderRecord, position: int) -> Row:
 
 
 def source_totals(record: OrderRecord) -> list[Row]:
-    """What each source gives in each part of the run: share, samples, tokens, and epochs at the end of the part.
+    """Total each source in each part of the run: share, samples, tokens, and epochs at the end of the part.
 
     For the seeded samplers, the counts of an incomplete epoch are proportional to the shares.
 
@@ -172,12 +172,12 @@ def _seeded_shares(record: OrderRecord, weights: Any, temperature: float) -> dic
 
 
 def first_difference(one: OrderRecord, other: OrderRecord) -> Row:
-    """Where two data orders first differ.
+    """Find where two data orders first differ.
 
     Returns:
-        `reason`: which inputs of the orders differ. `position`: the first position with different samples, None if
-        there is none. If there is one: `steps` of that position in both runs and, for the elastic sampler, both
-        `samples`. If not: the number of positions `compared`, and how many both runs have in `common`.
+        `reason`: the inputs of the orders that differ. `position`: the first position with different samples, or None.
+        With a position: its `steps` in both runs and, for the elastic sampler, both `samples`. Without: the number of
+        positions `compared`, and how many both runs have in `common`.
     """
     if one.kind != other.kind:
         return {"position": 0, "reason": f"sampler {one.kind} and {other.kind}", "steps": [1, 1]}
@@ -219,7 +219,7 @@ def _differing_inputs(one: OrderRecord, other: OrderRecord) -> list[str]:
 
 
 def _first_other_input(one: OrderRecord, other: OrderRecord, end: int) -> int:
-    """The first position that two elastic orders do not derive from the same inputs; `end` if they have the same."""
+    """Return the first position that two elastic orders derive from different inputs; `end` if all inputs agree."""
     sizes = [{**record.sizes, **record.retired} for record in (one, other)]
     if any(sizes[0][name] != sizes[1][name] for name in sizes[0].keys() & sizes[1].keys()):
         return 0
@@ -262,7 +262,7 @@ def _seeded_difference(one: OrderRecord, other: OrderRecord) -> Row:
 
 
 def _first_weight_difference(one: OrderRecord, other: OrderRecord) -> int | None:
-    """The first start of a segment from which the two records have other weights, temperatures or caps."""
+    """Return the first start of a segment from which the two records have other weights, temperatures or caps."""
     for start in sorted({segment.start for record in (one, other) for segment in record.segments}):
         held = [segment_at(record.segments, start) for record in (one, other)]
         drawn = [{name: weight for name, weight in each.weights.items() if weight > 0} for each in held]

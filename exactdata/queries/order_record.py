@@ -1,4 +1,4 @@
-"""What the data order of a run is built from: a few numbers, from which any question about it is answered.
+"""Record the inputs of a run's data order: a few numbers, which answer any question about it.
 
 As JSON:
 
@@ -33,7 +33,7 @@ from exactdata.samplers import SamplerKind
 VERSION = 1
 
 _AS_IN_JSON = ("kind", "seed", "sizes", "tokens_per_sample", "steps", "shuffle", "drop_last", "retired")
-_COUNTS = Record(  # on which the arithmetic of the orders would fail, or never end, if they were none
+_COUNTS = Record(  # with other values, the arithmetic of the orders would fail or never end
     {
         "steps": whole(),
         "sizes": MapOf(whole()),
@@ -58,23 +58,23 @@ class RecordError(UserError):
 
 @dataclass(frozen=True)
 class OrderRecord:
-    """What the data order of a run is built from; position 0 is the first sample of step 1.
+    """The inputs of a run's data order. Position 0 is the first sample of step 1.
 
     Attributes:
         kind: elastic, mixture, distributed or own.
-        seed: of the sampler.
+        seed: seed of the sampler.
         sizes: samples by source name, in the order of the dataset.
         steps: length of the run.
-        batch_shapes: at least one; each holds from its step on.
+        batch_shapes: at least one; each applies from its step on.
         segments: at least one; `start` is a position (elastic) or a step (seeded samplers).
-        tokens_per_sample: by source name, where the dataset says it; the mean where they differ.
+        tokens_per_sample: by source name, if the dataset provides it; the mean if samples differ.
         packed: by source name, the directory of the plan by which its documents were packed into samples.
         exclusions: samples left out; elastic only.
         retired: sizes of sources that the run had before; elastic only.
-        shuffle: of the sampler.
-        drop_last: of the sampler; seeded samplers only.
-        make: (num_replicas, rank) -> the sampler; of kind `own` only, and not part of the file: reading a run directory
-            runs nothing that it names.
+        shuffle: whether the sampler shuffles.
+        drop_last: as the sampler's argument; seeded samplers only.
+        make: (num_replicas, rank) -> the sampler; of kind `own` only. It is not part of the file, so that reading a run
+            directory executes nothing named there.
     """
 
     kind: str
@@ -96,10 +96,10 @@ class OrderRecord:
 
     @classmethod
     def of_elastic(cls, state: Mapping[str, Any], sizes: Mapping[str, int], **others: Any) -> OrderRecord:
-        """The record of an ElasticSampler.
+        """Create the record of an ElasticSampler.
 
         Args:
-            state: its `state_dict()`.
+            state: the sampler's `state_dict()`.
             sizes: samples by source name, in the order of the dataset.
             others: steps, batch_shapes, tokens_per_sample and packed.
         """
@@ -142,15 +142,15 @@ class OrderRecord:
 
     @property
     def sampler(self) -> KindOfSampler:
-        """What there is to know of its kind."""
+        """Return the properties of the record's kind of sampler."""
         kind: KindOfSampler = SamplerKind[self.kind].value
         return kind
 
     def sampler_of(self, num_replicas: int, rank: int) -> Any:
-        """The sampler of a rank; kind `own` only.
+        """Create the sampler of a rank; kind `own` only.
 
         Raises:
-            RecordError: there is none whose order can be looked up.
+            RecordError: there is no sampler, or its order cannot be looked up.
         """
         sampler = self.make(num_replicas, rank) if self.make is not None else None
         lacking = [name for name in ("set_epoch", "set_skip", "iter_batches", "__len__") if not hasattr(sampler, name)]
@@ -162,20 +162,20 @@ class OrderRecord:
         return sampler
 
     def shape_at(self, step: int) -> BatchShape:
-        """The shape of the step that begins when `step` steps are complete."""
+        """Return the shape of the step that begins when `step` steps are complete."""
         return [shape for shape in self.batch_shapes if shape.step <= max(step, self.batch_shapes[0].step)][-1]
 
     def position_at(self, step: int) -> int:
-        """Samples that all ranks have consumed when `step` steps are complete."""
+        """Return the number of samples that all ranks have consumed when `step` steps are complete."""
         return position_at(self.batch_shapes, step)
 
     def step_of(self, position: int) -> int:
-        """The step (counted from 1, as in the metrics) in which a position is consumed."""
+        """Return the step (counted from 1, as in the metrics) in which a position is consumed."""
         shape = [one for one in self.batch_shapes if self.position_at(one.step) <= position][-1]
         return shape.step + (position - self.position_at(shape.step)) // shape.global_batch_size + 1
 
     def elastic_sequence(self) -> ElasticSequence:
-        """The order itself; kind `elastic` only."""
+        """Return the order; kind `elastic` only."""
         return ElasticSequence(
             {**self.sizes, **self.retired},
             self.seed,

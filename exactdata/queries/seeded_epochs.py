@@ -1,4 +1,4 @@
-"""Where a run with a seeded sampler is within its epochs at a given step, by arithmetic. Does not import torch."""
+"""Compute where a run with a seeded sampler is within its epochs at a given step. Does not import torch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class SeededPosition:
     batches_per_epoch: int
 
     def after(self, micro_batches: int) -> SeededPosition:
-        """The position `micro_batches` micro-batches later, with weights and shape unchanged."""
+        """Return the position `micro_batches` micro-batches later, with weights and shape unchanged."""
         epochs, batches = divmod(self.batches + micro_batches, self.batches_per_epoch)
         return replace(self, epoch=self.epoch + epochs, batches=batches)
 
 
 def count_batches_per_epoch(record: OrderRecord, shape: BatchShape) -> int:
-    """Micro-batches of one rank in an epoch, at least 1."""
+    """Count the micro-batches of one rank in an epoch, at least 1."""
     if record.sampler.is_own:
         return max(1, len(record.sampler_of(shape.world_size, 0)) // shape.batch_size)
     parts = record.sampler.drawn_sizes(record.sizes)
@@ -44,7 +44,7 @@ def count_batches_per_epoch(record: OrderRecord, shape: BatchShape) -> int:
 
 
 def seeded_position_at(record: OrderRecord, step: int) -> SeededPosition:
-    """The position when `step` steps are complete.
+    """Return the position when `step` steps are complete.
 
     A segment with other weights ends the epoch in which it begins, and starts the next one.
     """

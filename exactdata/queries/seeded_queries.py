@@ -1,4 +1,4 @@
-"""Samples of a run whose sampler draws whole epochs: drawn again, with torch."""
+"""Look up samples of a run whose sampler draws whole epochs, by drawing them again, with torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 def _sampler(record: OrderRecord, at: SeededPosition, rank: int) -> Any:
-    """That of a rank, at the beginning of the epoch."""
+    """Create the sampler of a rank, at the beginning of the epoch."""
     ranks = at.shape.world_size
     if record.sampler.is_own:
         sampler = record.sampler_of(ranks, rank)
@@ -32,7 +32,7 @@ def step_samples(record: OrderRecord, step: int, offsets: I64) -> tuple[list[str
     """Look up samples of a step.
 
     Args:
-        record: of a run with a seeded sampler.
+        record: record of a run with a seeded sampler.
         step: counted from 1.
         offsets: indices into the global batch of the step, shape (count,).
 
@@ -58,7 +58,7 @@ def step_samples(record: OrderRecord, step: int, offsets: I64) -> tuple[list[str
 
 
 def sample_times(record: OrderRecord, source: str, index: int) -> list[Row]:
-    """When a sample is consumed, up to the end of the run: epoch, step and rank of each time."""
+    """List when a sample is consumed, up to the end of the run: epoch, step and rank of each time."""
     names = list(record.sizes)
     wanted = sum(record.sizes[name] for name in names[: names.index(source)]) + index
     rows: list[Row] = []
@@ -91,7 +91,7 @@ def _times_in_epoch(record: OrderRecord, at: SeededPosition, wanted: int) -> lis
 
 
 def _step_of_batch(record: OrderRecord, epoch: int, batch: int) -> int | None:
-    """The step, counted from 1, that consumes this micro-batch; None if a new phase ended the epoch before it."""
+    """Return the step, from 1, that consumes this micro-batch; None if a new phase ended the epoch before it."""
     low, high = 0, record.steps
     while low < high:
         middle = (low + high) // 2
