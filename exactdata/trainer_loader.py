@@ -45,32 +45,32 @@ _INSTEAD = {
 
 
 class _Placed(ElasticSampler):
-    """An ElasticSampler that only its position moves, whatever epoch a trainer sets on the samplers that it finds."""
+    """An ElasticSampler that ignores `set_epoch`, because some trainers call it on every sampler they find."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 class TrainerLoader:
     """Yields the batches of this rank, pass after pass, in one order for any number of ranks, workers and batches.
 
-    Every sample comes exactly once in each epoch of its source, also if the run goes on with other ranks, another
-    global batch or other weights. A pass of the trainer is a range of the order: pass e ends at position
-    (e + 1) * epoch_samples, with a smaller batch if need be.
+    Every sample comes exactly once in each epoch of its source, even if the run continues with other ranks, another
+    global batch or other weights. A pass of the trainer is a range of the order: pass e ends at position (e + 1) *
+    epoch_samples, with a smaller last batch if necessary.
 
     Args:
-        dataset: a map-style dataset, a MixtureDataset, or map-style datasets by name, of which it makes one.
+        dataset: a map-style dataset, a MixtureDataset, or a dict of map-style datasets by name, which are mixed.
         weights: by source name, or one per source; None: in proportion to the sizes of the sources.
         global_batch_size: samples of a batch over all ranks, a multiple of num_replicas.
-        epoch_samples: samples of a pass over all ranks; None: a pass has no end but that of the data, and no length.
+        epoch_samples: samples of a pass over all ranks; None: a pass ends only with the data, and has no length.
         samples: end after this many samples of the run over all ranks; None: never.
-        has_length: False lets `len` raise a TypeError, although a pass ends: for a trainer that reads the length once,
-            such as Lightning, and a global batch that changes.
+        has_length: False: `len` raises a TypeError, although a pass ends. Use it for a trainer that reads the length
+            once, such as Lightning, with a global batch that changes.
         fetched_ahead: batches that the trainer has fetched, but not trained on, when it saves the state: 1 in Lightning
             with a loader that has no length; else 0.
-        seed: of the order, and of every sample's random generators.
-        num_replicas: number of ranks; default: of torch.distributed, or 1.
-        rank: this rank; default: of torch.distributed, or 0.
+        seed: seed of the order, and of every sample's random generators.
+        num_replicas: number of ranks; None: the world size of torch.distributed, or 1.
+        rank: this rank; None: the rank in torch.distributed, or 0.
         loader: num_workers, collate_fn, pin_memory, prefetch_factor and further arguments of StatefulDataLoader;
             temperature, segments, max_epochs, exclude, shuffle and allow_data_change of ElasticSampler.
 
@@ -81,7 +81,7 @@ class TrainerLoader:
 
     Raises:
         SamplerError: unknown sources, invalid weights, or a global batch that the ranks cannot share evenly.
-        LoaderError: an argument that the loader decides itself.
+        LoaderError: an argument that the loader sets itself.
     """
 
     def __init__(
@@ -122,9 +122,9 @@ class TrainerLoader:
             **{"num_workers": 0, **{name: loader.pop(name) for name in _OF_CONFIG if name in loader}}
         )
         self._arguments: dict[str, Any] = {**loader, "config": config, "drop_last": False}
-        self._batches = 0  # of the pass, before the sampler's iteration
+        self._batches = 0  # batches of the pass before the sampler's iteration
         self._yielded: deque[int] = deque([0], maxlen=integer("fetched_ahead", fetched_ahead, 0) + 1)
-        """Samples of this rank in the sampler's iteration: from before what was fetched ahead, to its last batch."""
+        """Samples of this rank in the iteration: before the batches fetched ahead, and after each of them."""
         self._count = 0  # batches of the iteration
         self._has_ended = False
         self._iterator: object = None  # the newest one
@@ -134,13 +134,13 @@ class TrainerLoader:
         return StatefulDataLoader(self.dataset, self.batch_size, sampler=self.elastic_sampler, **self._arguments)
 
     def _begin(self, batches: int) -> None:
-        """Count from the place where the sampler's next iteration begins, with so many batches of its pass before."""
+        """Count from the start of the sampler's next iteration, with `batches` batches of its pass before."""
         self._batches, self._count = batches, 0
         self._yielded.clear()
         self._yielded.append(0)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the rest of this pass, or the next one if the pass is complete: the position decides.
+        """Yield the rest of this pass, or the next pass if it is complete, depending on the position.
 
         Raises:
             DataEndedError: all samples were yielded, in an earlier pass.
@@ -165,17 +165,17 @@ class TrainerLoader:
             self._count += 1
             self._yielded.append(self._loader.samples_yielded)
             yield batch
-            if self._iterator is not mine:  # a newer one goes on, or a state was loaded
+            if self._iterator is not mine:  # a newer iterator continues, or a state was loaded
                 return
         self._begin(0)
         self._has_ended = True
 
     def _in_pass(self) -> int:
-        """Batches of the pass that were yielded."""
+        """Return the number of batches of the pass that were yielded."""
         return self._batches + self._count
 
     def _left(self) -> int | None:
-        """Batches of the pass that follow; None: it has no end."""
+        """Return the number of batches left in the pass; None: it has no end."""
         try:
             return -(-self.elastic_sampler.samples_left_after(self._yielded[-1]) // self.batch_size)
         except TypeError:
@@ -185,7 +185,7 @@ class TrainerLoader:
         return int(self.elastic_sampler.state_dict_at(self._yielded[-1])["position"])
 
     def __len__(self) -> int:
-        """Count the batches of this pass: those that were yielded and those that follow.
+        """Return the number of batches of this pass: those already yielded, and those still to come.
 
         Raises:
             TypeError: there is no `epoch_samples`, `samples` or cap that ends the pass, or `has_length` is False.
@@ -198,22 +198,22 @@ class TrainerLoader:
         return self._in_pass() + left
 
     def set_epoch(self, epoch: int) -> None:
-        """Does nothing: the position decides which pass comes next."""
+        """Do nothing: the position decides which pass comes next."""
 
     def state_dict(self) -> dict[str, str]:
-        """The place after the last batch that was trained on, as one text that is the same on every rank."""
+        """Return the place after the last batch that was trained on, as one text that is the same on every rank."""
         ahead = len(self._yielded) - 1
         saved = self.elastic_sampler.state_dict_at(self._yielded[0])
         batches = self._in_pass() - ahead
         if self._left() == 0 and not ahead:
-            batches = 0  # of the next pass
+            batches = 0  # the place is in the next pass
         return {KEY: json.dumps({"version": VERSION, "batches": batches, "sampler": saved}, sort_keys=True)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of any number of ranks and workers and any batch size.
+        """Continue from a state saved with any number of ranks and workers and any batch size.
 
         Args:
-            state: what `state_dict` returned; keys that begin with an underscore are ignored.
+            state: a result of `state_dict`; keys that begin with an underscore are ignored.
 
         Raises:
             LoaderStateError: it is not a state of this loader, or was edited.
@@ -221,7 +221,7 @@ class TrainerLoader:
         """
         place = _opened(state)
         self.elastic_sampler.load_state_dict(place["sampler"])
-        self._loader.end_epoch()  # which moves the sampler to where that has ended
+        self._loader.end_epoch()  # moves the sampler, so its state is loaded once more
         self.elastic_sampler.load_state_dict(place["sampler"])
         self._loader, self._iterator = self._make(), None
         self._begin(place["batches"])
@@ -229,10 +229,10 @@ class TrainerLoader:
 
 
 def _opened(state: Any) -> dict[str, Any]:
-    """Read the text of a state.
+    """Parse the text of a state.
 
     Raises:
-        LoaderStateError: it is not one.
+        LoaderStateError: it is not a state of this loader.
     """
     text = state.get(KEY) if isinstance(state, Mapping) else None
     if isinstance(state, Mapping) and ("batches_yielded" in state or is_torchdatas(state)):
@@ -261,7 +261,7 @@ def _opened(state: Any) -> dict[str, Any]:
 
 
 def _joined(dataset: Any) -> Any:
-    """The dataset, or the mixture of a mapping of datasets."""
+    """Return the dataset, or the mixture of a mapping of datasets."""
     if isinstance(dataset, Mapping):
         return MixtureDataset(list(dataset.values()), list(dataset))
     if not isinstance(dataset, MixtureDataset) and size_of(dataset) is None:
@@ -273,7 +273,7 @@ def _joined(dataset: Any) -> Any:
 
 
 def _sizes(dataset: Any) -> dict[str, int]:
-    """Samples by source name."""
+    """Return the number of samples by source name."""
     if isinstance(dataset, MixtureDataset):
         ends = dataset.cumulative_sizes
         return {name: ends[at + 1] - ends[at] for at, name in enumerate(dataset.names)}
@@ -290,16 +290,16 @@ def committed_batches(
 ) -> Iterator[Any]:
     """Yield the batch of each step, where steps may fail and the replicas of a step may change, as in torchft.
 
-    Batches are counted as they are committed: in a step with n replicas, replica i trains on batch `committed + i`. A
+    Batches are counted when they are committed: in a step with n replicas, replica i trains on batch `committed + i`. A
     step that is not committed is repeated with the same batches. Nothing is fetched ahead.
 
     Args:
-        sampler: the order; its ranks and position have no effect. Its `samples` end the iteration.
+        sampler: the order. Its ranks and position have no effect. Its `samples` end the iteration.
         dataset: map-style, such as the MixtureDataset of the sampler's sources.
         batch_size: samples of a batch.
-        place: returns (batches committed so far, this replica's number among those of the step), or None for the number
-            of a replica that does not take part and whose gradients do not count. Called after the quorum of the step:
-            `lambda: (manager.batches_committed(), manager.participating_rank())` in torchft.
+        place: returns (batches committed so far, number of this replica in the step). The number is None for a replica
+            that does not take part and whose gradients do not count. Called after the quorum of the step, in torchft
+            `lambda: (manager.batches_committed(), manager.participating_rank())`.
         collate_fn: as in torch's DataLoader.
 
     Yields:
