@@ -1,1 +1,1 @@
-"""Speed as ratios, each taken in one run against the peer or the limit it names."""
+"""Measure speed as ratios, each within one run against a named peer or limit."""

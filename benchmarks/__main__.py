@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME ...]`: run all benchmarks, or those named, one after the other.
+"""Run `python -m benchmarks [NAME ...]`: all benchmarks, or the named ones, one after the other.
 
 Writes the figures to results.json, compares them with the last run there, and updates docs/project/benchmarks.md.
 """
@@ -34,8 +34,8 @@ NAMES = (
 
 
 def run(names: list[str], accept: bool) -> int:
-    """Run them; 1 if a ratio got worse."""
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # commands are started as users have them: compiled
+    """Run benchmarks by name; return 1 if a ratio got worse."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # commands are started compiled, as users start them
     worse: list[str] = []
     for name in names:
         began = time.perf_counter()
@@ -54,7 +54,7 @@ def run(names: list[str], accept: bool) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Run what the arguments say; the exit status."""
+    """Run the command; return its exit status."""
     if arguments[:1] == ["gpu"]:
         from benchmarks.gpu import command
 

@@ -1,10 +1,9 @@
-"""What a checkpoint costs: the stall of a save, the time until it is durable, and load with verification.
+"""Measure a checkpoint: the stall of a save, the time until it is durable, and load with verification.
 
-Each ratio is taken in one run, in turns, against the plainest thing that moves the same bytes; of each thing
-the least disturbed turn counts. The stall is what `save` and `finish_copy` take, between which there is a forward and
-backward pass of `ROWS` rows. The steps with and without a save are whole ones on one thread, the default of
-`run.threads`, and their medians count.
-`python -m benchmarks.checkpoint cpu` compares the processor's time instead of the clock's, on a machine that is busy
+Each ratio is taken in one run, in turns, against the plainest code that moves the same bytes. The least disturbed turn
+of each side counts. The stall is the time in `save` and `finish_copy`, with a forward and backward pass of `ROWS` rows
+in between. The steps with and without a save are complete steps on one thread, the default of `run.threads`, and their
+medians count. `python -m benchmarks.checkpoint cpu` compares CPU time instead of wall time, on a machine that is busy
 with other work.
 """
 
@@ -34,7 +33,7 @@ STEPS = 10
 SIZES = {10_000_000: (12, 15), 100_000_000: (12, 9), 500_000_000: (24, 5)}
 """Bytes of state: layers, turns."""
 LARGE = 100_000_000
-"""From so many bytes on, the goal of the stall holds."""
+"""Bytes of state from which on the goal of the stall applies."""
 
 
 class State:
@@ -54,7 +53,7 @@ class State:
         self.step = 0
 
     def backward(self) -> None:
-        """The forward and backward pass of a step."""
+        """Run the forward and backward pass of a step."""
         self.model(torch.full((ROWS, self.width), 1.0 / self.width)).mean().backward()
 
     def update(self) -> None:
@@ -62,7 +61,7 @@ class State:
         self.optimizer.zero_grad()
 
     def train(self, manager: TrainStateManager | None) -> list[float]:
-        """Times of `STEPS` steps, of which the first comes after a save, if there is a manager."""
+        """Time `STEPS` steps, the first of them right after a save if there is a manager."""
         times = []
         for number in range(STEPS):
             start = clock()
@@ -76,7 +75,7 @@ class State:
         return times
 
     def stall(self, manager: TrainStateManager) -> float:
-        """How long training waits for a save that is copied during the next forward and backward pass."""
+        """Time how long training waits for a save that is copied during the next forward and backward pass."""
         waited = timed(lambda: self.save(manager, copy_later=True))
         self.backward()
         waited += timed(manager.finish_copy)
@@ -97,7 +96,7 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def durable(path: Path, write: Callable[[int], object]) -> float:
-    """Seconds to write a new file and make it durable."""
+    """Return the seconds to write a new file and make it durable."""
     path.unlink(missing_ok=True)
 
     def write_and_sync() -> None:
@@ -110,7 +109,7 @@ def durable(path: Path, write: Callable[[int], object]) -> float:
 
 
 def raw_read(files: list[Path], buffer: memoryview) -> None:
-    """Read files into memory that is there already."""
+    """Read files into memory that is already allocated."""
     for file in files:
         with open(file, "rb", buffering=0) as stream:
             while stream.readinto(buffer):
@@ -118,7 +117,7 @@ def raw_read(files: list[Path], buffer: memoryview) -> None:
 
 
 def measure(size: int, layers: int, turns: int, folder: Path) -> None:
-    """All ratios for one size of state."""
+    """Measure all ratios for one size of state."""
     folder.mkdir()
     state, manager = State(size, layers), TrainStateManager(folder / "checkpoints", keep_last=1)
     manager.warm_up()
@@ -145,7 +144,7 @@ def measure(size: int, layers: int, turns: int, folder: Path) -> None:
                 times.setdefault(name, []).append(value)
     without, saving = [], []
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as `run.threads`: a core is left for what is done in the background
+    torch.set_num_threads(1)  # as `run.threads`: leaves a core for work in the background
     for _ in range(turns):
         without.append(state.train(None))
         saving.append(state.train(manager))
@@ -156,7 +155,7 @@ def measure(size: int, layers: int, turns: int, folder: Path) -> None:
 
 
 def report(column: str, size: int, t: dict[str, float]) -> None:
-    """The ratios of the least disturbed turns."""
+    """Add the ratios of the least disturbed turns."""
     found = RECORDED["checkpoint"]
     found.add("stall of a save / copy", column, t["stall"] / t["copy"], at_most=0.25 if size >= LARGE else None)
     found.add("stall of a save / clone of every tensor", column, t["stall"] / t["clone"])
@@ -169,7 +168,7 @@ def report(column: str, size: int, t: dict[str, float]) -> None:
 
 
 def report_steps(column: str, without: list[list[float]], saving: list[list[float]]) -> None:
-    """What saving does to the steps."""
+    """Add the effect of saving on the steps."""
     usual = statistics.median(step for steps in without for step in steps)
     after_save = statistics.median(steps[0] for steps in saving)
     speed = statistics.median(sum(a) / sum(b) for a, b in zip(without, saving, strict=True))

@@ -1,8 +1,8 @@
-"""What packed documents cost: their preparation, the plan, its padding, batches of it, and a start.
+"""Measure packed documents: their preparation, the plan, its padding, batches of it, and a start.
 
-The texts are the Python installation's own: its sources, its prose (readme and license files), its docstrings. The BPE
+The texts are from the Python installation: its sources, its prose (readme and license files), its docstrings. The BPE
 tokenizer of 8,000 tokens is trained on a part of the sources. Pairs are taken in turns. The start and the plan of many
-documents use an index of which only the arrays are there.
+documents use an index whose tokens do not exist.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def preparation(corpus: Path, tokenizer: Path, root: Path) -> None:
 
 
 def synthetic(directory: Path, lengths: I64) -> Index:
-    """Write the index of documents of which there are no tokens."""
+    """Write the index of documents without tokens."""
     store = Store(directory)
     for folder in (store.index, store.plans, store.claims):
         folder.mkdir(parents=True)
@@ -268,7 +268,7 @@ def starts(found: Table, root: Path) -> None:
 
 
 def main() -> None:
-    """Take the figures."""
+    """Measure all tables."""
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)

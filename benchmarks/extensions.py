@@ -1,4 +1,4 @@
-"""What a user's own parts cost: random draws of a dataset, a callback, a metric; each against the same without it.
+"""Measure a user's own parts: random draws of a dataset, a callback, a metric, each against the same run without it.
 
 Both sides run in turns in this process, and a figure is the median of the differences of the turns.
 """
@@ -63,13 +63,13 @@ class Mean:
 
 
 def difference(costly: Callable[[], Any], plain: Callable[[], Any]) -> float:
-    """The median of the differences in seconds, after one turn to warm up."""
+    """Return the median of the differences in seconds, after one turn to warm up."""
     costly(), plain()
     return statistics.median(seconds(costly) - seconds(plain) for _ in range(TURNS))
 
 
 def seeding() -> float:
-    """Microseconds a sample by which the generators are seeded before it and put back after its batch."""
+    """Return the microseconds a sample to seed the generators before it and restore them after its batch."""
     loaders = [
         StatefulDataLoader(Small(plain), BATCH, config=SimpleNamespace(num_workers=0)) for plain in (False, True)
     ]
@@ -82,7 +82,7 @@ def seeding() -> float:
 
 
 def cost(folder: Path, words: list[str], part: str, action: Callable[[Session], Any], times: int) -> float:
-    """Microseconds that the setting `part` adds to `action`, divided by how many `times` it does something."""
+    """Return the microseconds that the setting `part` adds to `action`, divided by `times`."""
     both = [
         ours(compose([*words, "logger=none", *more]).config, RunDir(folder / name))[1]
         for name, more in (("with", [part]), ("without", []))
@@ -95,7 +95,7 @@ def cost(folder: Path, words: list[str], part: str, action: Callable[[Session], 
 
 
 def callback(folder: Path) -> float:
-    """Microseconds a step for a callback with `on_step_end`."""
+    """Return the microseconds a step of a callback with `on_step_end`."""
 
     def steps(session: Session) -> None:
         for _ in range(CALLS):
@@ -105,7 +105,7 @@ def callback(folder: Path) -> float:
 
 
 def metric(folder: Path) -> float:
-    """Microseconds a batch of an evaluation for a metric with a state."""
+    """Return the microseconds a batch of an evaluation of a metric with a state."""
     batches = 8
 
     def evaluate(session: Session) -> None:
@@ -117,7 +117,7 @@ def metric(folder: Path) -> float:
 
 
 def main() -> None:
-    """Take the three costs."""
+    """Measure the three costs."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     found = table("extensions")
     draws = "random draws of a dataset fetched one by one, a sample (0 with `draws_nothing`)"

@@ -1,10 +1,10 @@
-"""A bf16 model of 1 GB with AdamW (3 GB of state): trained, saved and resumed, in one process and under FSDP on gloo.
+"""Train, save and resume a bf16 model of 1 GB with AdamW (3 GB of state), in one process and under FSDP on gloo.
 
-For each number of ranks, processes train three steps without saving; others do the same and save after two of them;
-others load the newest checkpoint. Peak memory is that of all ranks together, less what a process has before it makes a
-model. What saving adds is compared with one copy of what is saved, the whole with the state (weights, gradients, the
-optimizer's tensors) plus that copy. Loading has no gradients and no copy. Without a save, what is over is torch's own:
-gathered weights and gradients of a block in each rank, temporary tensors of the update.
+For each number of ranks, processes train three steps without saving. Others do the same and save after two of them, and
+others load the newest checkpoint. Peak memory is summed over all ranks, less the memory of a process before it creates
+a model. The memory that saving adds is compared with one copy of the saved bytes; the total is compared with the state
+(weights, gradients, the optimizer's tensors) plus that copy. Loading has no gradients and no copy. Without a save, the
+excess is torch's: gathered weights and gradients of a block in each rank, temporary tensors of the update.
 
 `python -m benchmarks.large 0.1` has weights of 0.1 GB.
 """
@@ -35,7 +35,7 @@ LIMIT = 1.2
 
 
 def build(gigabytes: float, world: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Blocks of two linear layers; sharded before they have memory."""
+    """Build blocks of two linear layers; shard them before they have memory."""
     blocks = max(round(gigabytes * 1e9 / (4 * WIDTH * INNER)), 1)
     with torch.device("meta"):
         model: nn.Module = nn.Sequential(
@@ -56,7 +56,7 @@ def build(gigabytes: float, world: int) -> tuple[nn.Module, torch.optim.Optimize
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """What is saved, this rank's part of it."""
+    """Return this rank's part of the saved tensors."""
     state = [value for entries in optimizer.state.values() for value in entries.values()]
     return [local(tensor) for tensor in (*model.parameters(), *state)]
 
@@ -66,7 +66,7 @@ def size(some: list[torch.Tensor]) -> int:
 
 
 def checksum(some: list[torch.Tensor]) -> int:
-    """The sum of all bits, taken as integers; the same however they are sharded."""
+    """Return the sum of all bits, taken as integers; the same however they are sharded."""
     words = {2: torch.int16, 4: torch.int32}
     flat = (tensor.reshape(-1).view(words[tensor.element_size()]) for tensor in some)
     parts = (part for tensor in flat for part in torch.split(tensor, 1 << 20))
@@ -74,18 +74,18 @@ def checksum(some: list[torch.Tensor]) -> int:
 
 
 def resident(which: str = "VmRSS") -> int:
-    """Bytes of memory that this process has now."""
+    """Return the bytes of memory that this process has now."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(which))
     return int(line.split()[1]) * 1024
 
 
 def peak() -> int:
-    """The most that this process has had; getrusage also counts that of the process which started it."""
+    """Return this process's peak memory, without the parent process's peak that getrusage would include."""
     return resident("VmHWM")
 
 
 def work(phase: str, gigabytes: float, folder: Path) -> dict[str, Any]:
-    """One rank of one phase; what it measured."""
+    """Run one rank of one phase; return its measurements."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world > 1:
         torch.distributed.init_process_group(
@@ -140,7 +140,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, manager: TrainState
 
 
 def run(phase: str, gigabytes: float, ranks: int, folder: Path) -> list[dict[str, Any]]:
-    """One phase in new processes; what each rank measured."""
+    """Run one phase in new processes; return each rank's measurements."""
     command = [sys.executable, "-m", "benchmarks.large", phase, str(gigabytes), str(folder)]
     threads = str(max((os.cpu_count() or 1) // ranks, 1))
     processes = [

@@ -5,8 +5,8 @@ PEERS=/path/to/site-packages python -m benchmarks.loader    # with torchdata
 python -m benchmarks.loader --rounds 40                     # longer, for a busy machine
 python -m benchmarks.loader --only elastic resume
 
-What is compared runs in turns, a few batches each, so that a busy machine slows all alike; the figure of each is the
-median over the rounds, a ratio the median of the ratios of the rounds.
+All sides of a comparison run in turns, a few batches each, so that a busy machine slows all alike. The figure of each
+is the median over the rounds, a ratio the median of the ratios of the rounds.
 
 - overhead: samples fetched one by one, the same dataset and arguments for all loaders. With `state_dict()` at each
   step, against torch's loader, which has none, and torchdata's with it.
@@ -67,7 +67,7 @@ class Small(Dataset[Any]):
 
 
 class SmallGathered(Small):
-    """The same, fetched as a whole batch."""
+    """The same tensors, fetched as a whole batch."""
 
     collated = True
     prefetch = "thread"
@@ -92,7 +92,7 @@ class Tokens(Dataset[Any]):
 
 
 class Numbers(Dataset[int]):
-    """Nothing but a length."""
+    """A dataset with a length and nothing else."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -105,7 +105,7 @@ class Numbers(Dataset[int]):
 
 
 class Runner:
-    """One loader, iterated for ever in short spells."""
+    """Iterate over one loader endlessly, a few batches at a time."""
 
     def __init__(self, make: Callable[[], Any], with_state: bool) -> None:
         self.loader = make()
@@ -113,7 +113,7 @@ class Runner:
         self.iterator: Iterator[Any] = iter(self.loader)
 
     def spell(self, batches: int) -> float:
-        """Seconds a batch."""
+        """Return the seconds a batch."""
         took = 0.0
         left = batches
         while left:
@@ -131,7 +131,7 @@ class Runner:
 
 
 def compare(makes: dict[str, Make], batches: int, rounds: int) -> dict[str, list[float]]:
-    """Microseconds a batch of each loader, in each round; its state is asked for if its name ends in `+ state`."""
+    """Return the microseconds a batch of each loader, in each round, with its state if its name ends in `+ state`."""
     runners = {name: Runner(make, name.endswith("+ state")) for name, make in makes.items()}
     for runner in runners.values():
         runner.spell(batches)
@@ -144,7 +144,7 @@ def compare(makes: dict[str, Make], batches: int, rounds: int) -> dict[str, list
 
 
 def torchdata_loader() -> Any | None:
-    """That of torchdata, if it is there."""
+    """Return torchdata's loader, if it is installed."""
     try:
         return import_module("torchdata.stateful_dataloader").StatefulDataLoader
     except ImportError as error:
@@ -157,7 +157,7 @@ def with_workers(row: str, workers: int) -> str:
 
 
 def per_sample(tokens: npt.NDArray[np.uint16], small: Small, rounds: int) -> None:
-    """Overhead against torch and torchdata."""
+    """Measure the overhead against torch and torchdata."""
     found, peer = table("loader", "a batch, fetched one by one"), torchdata_loader()
     datasets: dict[str, tuple[Any, int, int]] = {
         "small tensors": (small, 32, 200),
@@ -175,7 +175,7 @@ def per_sample(tokens: npt.NDArray[np.uint16], small: Small, rounds: int) -> Non
 
 
 def add_overhead(found: Table, row: str, taken: dict[str, list[float]]) -> None:
-    """A loader's own time against that of the others, at which the same dataset is as slow."""
+    """Add a loader's time without the dataset against other loaders', for which the same dataset is as slow."""
     found.add(row, "torch", statistics.median(taken["torch"]), "µs")
     found.add(row, "ours", statistics.median(taken["ours"]), "µs")
     found.add(row, "ours / torch", ratio(taken["ours"], taken["torch"]), at_most=1.02)
@@ -188,7 +188,7 @@ def add_overhead(found: Table, row: str, taken: dict[str, list[float]]) -> None:
 
 
 def gather(tokens: npt.NDArray[np.uint16], batch_size: int) -> Make:
-    """A bare gather of numpy into the two int64 arrays of a batch, as a loader."""
+    """Return a bare numpy gather into the two int64 arrays of a batch, as a loader."""
     count = (len(tokens) - 1) // LENGTH
     windows = np.lib.stride_tricks.sliding_window_view(tokens, LENGTH + 1)[::LENGTH][:count]
 
@@ -209,7 +209,7 @@ def gathered_from(small: Small) -> SmallGathered:
 
 
 def whole_batches(tokens: npt.NDArray[np.uint16], small: Small, rounds: int) -> None:
-    """What a run uses, against the others with the same data one by one."""
+    """Compare the loader of a run with other loaders of the same data, one sample at a time."""
     found, peer = table("loader-whole-batches", "a whole batch"), torchdata_loader()
     data, plain = TokenDataset(tokens, LENGTH), Tokens(tokens)
     for workers, goal in ((0, 3.0), (2, 1.5)):
@@ -238,7 +238,7 @@ def whole_batches(tokens: npt.NDArray[np.uint16], small: Small, rounds: int) -> 
 
 
 def add_speeds(found: Table, row: str, taken: dict[str, list[float]], goal: float) -> None:
-    """How many times as fast as the others."""
+    """Add how many times as fast as the others the loader is."""
     for name in ("torch", "ours"):
         found.add(row, name, statistics.median(taken[name]), "µs")
     found.add(row, "of torch's speed", ratio(taken["torch"], taken["ours"]), at_least=goal)
@@ -250,7 +250,7 @@ def add_speeds(found: Table, row: str, taken: dict[str, list[float]], goal: floa
 
 
 def elastic(tokens: npt.NDArray[np.uint16], small: Small, rounds: int) -> None:
-    """The elastic sampler against the seeded one of the same kind, with the same datasets."""
+    """Compare the elastic sampler with the seeded one of the same kind, with the same datasets."""
     found = table("loader-elastic", "a batch drawn by ElasticSampler")
     shards = TokenDataset(np.array_split(tokens, SHARDS), LENGTH)
     datasets: dict[str, tuple[Any, int]] = {
@@ -285,7 +285,7 @@ def elastic_loader(data: Any, batch_size: int, sources: int) -> Any:
 
 
 def resumes(size: int) -> None:
-    """Load and first batch, at the start and at 99 % of the samples; the size of the state."""
+    """Measure load and first batch, at the start and at 99 % of the samples, and the size of the state."""
     found = table("loader-resume", f"a resume among 10^{len(str(size)) - 1} samples")
     data = Numbers(size)
 
@@ -322,7 +322,7 @@ def resumes(size: int) -> None:
 
 
 def moved(state: dict[str, Any], batches: int, sampler: Make | None) -> dict[str, Any]:
-    """The state after so many batches, without iterating them."""
+    """Return the state after `batches` batches, without iterating over them."""
     made = None if sampler is None else sampler()
     at = {**state, "batches_yielded": batches, "samples_yielded": batches * 32}
     if made is not None and hasattr(made, "state_dict_at"):
@@ -331,7 +331,7 @@ def moved(state: dict[str, Any], batches: int, sampler: Make | None) -> dict[str
 
 
 def resume(loader: Any, state: dict[str, Any]) -> float:
-    """Seconds until the first batch after the state."""
+    """Return the seconds until the first batch after the state."""
 
     def load() -> None:
         loader.load_state_dict(state)
@@ -349,7 +349,7 @@ PARTS: dict[str, Callable[[npt.NDArray[np.uint16], Small, int], None]] = {
 
 
 def main() -> None:
-    """Take all figures."""
+    """Measure all tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))

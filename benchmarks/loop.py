@@ -1,6 +1,6 @@
-"""The training loop against one written by hand: the same model, data, optimizer and clipping.
+"""Measure the training loop against a loop written by hand: the same model, data, optimizer and clipping.
 
-Both train in this process, in turns of a few steps, so that whatever else the machine does hits both.
+Both train in this process, in turns of a few steps, so that other work on the machine slows both.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ CPU = torch.device("cpu")
 
 
 def by_hand(config: Config, device: torch.device = CPU, **options: Any) -> Callable[[], None]:
-    """One step of the loop that a user would write: torch's loader and optimizer, no bookkeeping.
+    """Return one step of the loop that a user would write: torch's loader and optimizer, no bookkeeping.
 
     Args:
-        options: further ones of AdamW.
+        config: the config of the run.
+        device: device of the model.
+        options: further arguments of AdamW.
     """
     dataset = next(iter(open_sources(config).values()))
     sampler = DistributedSampler(dataset, 1, 0, seed=config.seed)
@@ -74,7 +76,7 @@ def by_hand(config: Config, device: torch.device = CPU, **options: Any) -> Calla
 
 
 def ours(config: Config, run: RunDir, save_every: int | None = None) -> tuple[Callable[[], None], Session]:
-    """One step of the runner's loop with its metrics, status, digest and TensorBoard, and saves if asked for."""
+    """Return one step of the runner's loop with metrics, status, digest and TensorBoard, and saves if requested."""
     run.path.mkdir()
     log = AttemptLog.begin(run, LocalJob().identity(), config.steps, lambda record: "killed")
     session = Session.open(run, config, World(), log, None)
@@ -96,15 +98,17 @@ def timed(step: Callable[[], None]) -> float:
 
 
 Rows = Mapping[str, tuple[str, Mapping[str, Any]]]
-"""By loop: its row, and the goal of its ratio."""
+"""The row of each loop, and the goal of its ratio."""
 
 
 def add_speeds(found: Table, turns: Mapping[str, Sequence[float]], tokens: int, rows: Rows) -> None:
     """Add tokens/s of each loop, and the median ratio over the turns to the loop in the row before.
 
     Args:
+        found: the table.
         turns: by loop, seconds of each turn.
-        tokens: of a turn.
+        tokens: tokens of a turn.
+        rows: by loop, its row and the goal of its ratio.
     """
     peer = None
     for name, (row, goal) in rows.items():
@@ -116,7 +120,7 @@ def add_speeds(found: Table, turns: Mapping[str, Sequence[float]], tokens: int, 
 
 
 def main() -> None:
-    """Take tokens/s of the three and the median ratios over the turns."""
+    """Measure tokens/s of the three loops and the median ratios over the turns."""
     with tempfile.TemporaryDirectory() as folder:
         config = compose(["train.steps=1000000", "scheduler.warmup_steps=0", "eval.every_steps=0"]).config
         plain, session = ours(config, RunDir(Path(folder, "plain")))

@@ -1,11 +1,11 @@
-"""Ten difficult inputs for packing documents into rows, and what four other projects and this one make of them.
+"""Pack ten difficult inputs into rows with this project and four others, and count the lost and repeated tokens.
 
     python -m benchmarks.packing_peers DIR                        # writes the inputs
     python -m benchmarks.packing_peers DIR olmo                   # runs a peer over them, where it is installed
     python -m benchmarks.packing_peers DIR megatron MEGATRON-LM   # a clone, for its tools/preprocess_data.py
 
-Each word of the corpus is one token, and no token comes twice: every lost and every repeated token can be counted. All
-inputs but the last have a long document at their end that is not counted, so that no last row is part of the question.
+Each word of the corpus is one token, and no token occurs twice, so every lost and every repeated token can be counted.
+All inputs but the last end with a long document that is not counted, so that no last row matters.
 docs/project/packing.md has the results.
 """
 
@@ -32,7 +32,7 @@ Row = tuple[list[int], list[int]]  # what the model reads, and what it is to pre
 
 
 def tokenizer(folder: Path) -> Any:
-    """Return the tokenizer of `folder`; train and write it there, in Hugging Face's files, where it is not yet."""
+    """Return the tokenizer of `folder`. Train and write it there first, in Hugging Face's files, if it is missing."""
     tokenizers: Any = importlib.import_module("tokenizers")
     if not (folder / "tokenizer.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def line(text: object, **more: object) -> bytes:
 
 
 def documents(*lengths: int) -> list[str]:
-    """Return texts of so many tokens; no word is in two of them."""
+    """Return texts of the given numbers of tokens; no word is in two of them."""
     words = iter(WORDS)
     return [" ".join(itertools.islice(words, length)) for length in lengths]
 
@@ -95,7 +95,7 @@ def cases() -> dict[str, bytes]:
 
 
 def write(folder: Path) -> None:
-    """Write the inputs into `folder`, each in a folder of its own."""
+    """Write the inputs into `folder`, each in a separate folder."""
     made = tokenizer(folder / "tokenizer")
     assert all(len(made.encode(f" {word}").ids) == 1 for word in WORDS), "a word is more than one token"
     for name, content in cases().items():
@@ -104,13 +104,13 @@ def write(folder: Path) -> None:
 
 
 def words_of(file: Path) -> set[str]:
-    """Return the words that stand in the texts of `file`, whether or not its lines can be parsed."""
+    """Return the words in the texts of `file`, whether or not its lines can be parsed."""
     text = file.read_text("utf-8-sig", "replace").replace('"id"', "")
     return set(re.findall(r"(?<![a-z\\])[a-z]{2}(?![a-z0-9])", text.replace(FILLER, "")))
 
 
 def count(name: str, rows: list[Row], file: Path, made: Any) -> str:
-    """Return what became of the words of `file` in `rows`, in one line."""
+    """Report in one line which words of `file` are in `rows`."""
     ids = {made.encode(f" {word}").ids[0] for word in WORDS}
     there = {made.encode(f" {word}").ids[0] for word in words_of(file)}
     read = Counter(t for inputs, _ in rows for t in inputs if t in there)

@@ -1,9 +1,8 @@
-"""What rank-invariant steps cost, against DistributedDataParallel's and, on one rank, against plain accumulation.
+"""Measure rank-invariant steps, against DistributedDataParallel's and, on one rank, against plain accumulation.
 
 Both sides make the same steps (forward, backward, exchange, norm, SGD) of two equal GPTs in the same processes, in
-turns.
-A figure is the median over the turns of the ratio of their times on rank 0. Traffic is counted: the bytes that a rank
-passes to collectives for other ranks, per step and parameter, where a ring all-reduce sends 2 (N - 1) / N values.
+turns. A figure is the median over the turns of the ratio of their times on rank 0. Traffic is counted: the bytes that a
+rank passes to collectives for other ranks, per step and parameter. A ring all-reduce sends 2 (N - 1) / N values.
 """
 
 from __future__ import annotations
@@ -84,11 +83,16 @@ def sides(
     device: torch.device = CPU,
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, Callable[[], None]]:
-    """A turn of each side, of so many steps over one batch.
+    """Return a turn of each side, of `steps` steps over one batch.
 
     Args:
-        make: the model, on the device.
+        world: the ranks.
+        make: creates the model, on the device.
         batch: `input_ids` and `labels`, on the device.
+        micro_batches: micro-batches of a step.
+        steps: steps in a turn.
+        device: device of the models.
+        precision: context of the forward passes.
     """
     made = {}
     for name in ("invariant", "usual"):
@@ -101,7 +105,7 @@ def sides(
 
 
 def sides_of(world: World, parameters: int, micro_batches: int) -> dict[str, Callable[[], None]]:
-    """Those of a GPT of so many parameters, on a CPU."""
+    """Return the sides of a GPT with `parameters` parameters, on a CPU."""
     layers, heads, width, sequences, tokens, steps = SIZES[parameters]
     drawn = torch.randint(256, (sequences, tokens + 1))
     batch = {"input_ids": drawn[:, :-1], "labels": drawn[:, 1:]}
@@ -109,7 +113,7 @@ def sides_of(world: World, parameters: int, micro_batches: int) -> dict[str, Cal
 
 
 def traffic(turn: Callable[[], None], steps: int) -> float:
-    """Bytes that this rank sends to others in a rank-invariant step."""
+    """Return the bytes that this rank sends to others in a rank-invariant step."""
     sent, original = 0, World.exchange
 
     def counting(world: World, receive: Messages, send: Messages, tag: int = 0) -> Callable[[], None]:
@@ -124,7 +128,7 @@ def traffic(turn: Callable[[], None], steps: int) -> float:
 
 
 def on_rank(rank: int, ranks: int, port: int, parameters: int, micro_batches: int, results: SimpleQueue[Any]) -> None:
-    """One of the ranks; the first one gives parameters, ms of a usual step, ratio, bytes sent, of a ring's."""
+    """Run one rank; rank 0 reports parameters, ms of a usual step, ratio, bytes sent, and bytes of a ring."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     world = World(rank, ranks)
@@ -146,7 +150,7 @@ def on_rank(rank: int, ranks: int, port: int, parameters: int, micro_batches: in
 
 
 def main() -> None:
-    """A row for each number of parameters, ranks and micro-batches."""
+    """Add a row for each number of parameters, ranks and micro-batches."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks")
     parser.add_argument("--parameters", type=lambda text: int(float(text)), nargs="*", default=list(SIZES))
     parser.add_argument("--ranks", type=int, nargs="*", default=list(RANKS))

@@ -1,10 +1,10 @@
-"""What the records of a run cost: a line of metrics.jsonl by number of sources, and what a resume does to the file.
+"""Measure the records of a run: a line of metrics.jsonl by number of sources, and a resume by size of the file.
 
 - A step's record, from the indices of a batch of 16 to the line in the file: counting, summing up, writing. In seconds
-  of CPU, which other work on the machine changes less; lines that name every source are the peer.
-- A resume that drops the last 100 steps: in place, as after an attempt whose end is certain; by a copy, as after one of
-  which nobody can tell; and the peer, which reads the file and writes it again. Of all three: until it is durable.
-- What else a start reads of a run that is long: the last step, and the log of its attempts.
+  of CPU, which other work on the machine changes less. Lines that name every source are the peer.
+- A resume that drops the last 100 steps: in place, as after an attempt that has certainly ended; by a copy, as after an
+  attempt that may still run; and the peer, which reads the file and rewrites it. All three are timed until durable.
+- The other files that a start of a long run reads: the last step, and the log of its attempts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ATTEMPTS = (10, 1_000)
 
 
 class Records:
-    """The records of a run with so many sources, of which each batch is drawn from as many different ones as it can."""
+    """The records of a run with `sources` sources. Each batch is drawn from as many different sources as possible."""
 
     def __init__(self, path: Path, sources: int, always_all: bool) -> None:
         names = [f"source{number:04d}" for number in range(sources)]
@@ -79,7 +79,7 @@ class Records:
 
 
 def lines(folder: Path) -> None:
-    """Bytes and time of a line."""
+    """Measure bytes and time of a line."""
     found = table("records", "a record of a batch of 16")
     all_runs = {
         (sources, always): Records(folder / f"{sources}-{always}.jsonl", sources, always)
@@ -108,7 +108,7 @@ def lines(folder: Path) -> None:
 
 
 def text_of(first: int, last: int) -> bytes:
-    """The lines of some steps, of 220 bytes."""
+    """Return the lines of some steps, of 220 bytes."""
     return b"".join(
         b'{"step": %d, "loss": 2.345678901, "text": "%s"}\n' % (step, b"x" * (220 - 44 - len(str(step))))
         for step in range(first, last + 1)
@@ -122,7 +122,7 @@ def held(path: Path) -> Iterator[RunDir]:
 
 
 def resumes(folder: Path) -> None:
-    """What a resume takes, by size of the file."""
+    """Time a resume, by size of the file."""
     found = table("records-resume", "metrics.jsonl")
     medians: dict[int, float] = {}
     for megabytes in MEGABYTES:
@@ -155,7 +155,7 @@ def resume(run: RunDir, step: int) -> None:
 
 
 def by_hand(run: RunDir, step: int) -> None:
-    """Read the lines, and write those that are kept into a new file that replaces it."""
+    """Read the lines, and write the kept ones into a new file that replaces the old one."""
     path = run.metrics
     data = path.read_bytes()
     end = data.index(b'{"step": %d,' % (step + 1))
@@ -176,7 +176,7 @@ ACTIONS: dict[str, tuple[Act, Callable[[RunDir, int], None]]] = {
     "copy": (announce, resume),
     "read and write": (withdraw, by_hand),
 }
-"""What an attempt before has left, and what comes then."""
+"""How the attempt before ended, and how the resume then treats the file."""
 
 
 def report(found: Table, row: str, taken: dict[str, list[float]]) -> None:
@@ -189,7 +189,7 @@ def report(found: Table, row: str, taken: dict[str, list[float]]) -> None:
 
 
 def starts(folder: Path) -> None:
-    """What else a start reads of a long run."""
+    """Time the other reads at the start of a long run."""
     found = table("records-start", "what a start reads")
     path = folder / "long"
     path.mkdir()
@@ -206,7 +206,7 @@ def starts(folder: Path) -> None:
 
 
 def cpu(act: Callable[[], object], times: int) -> float:
-    """Seconds of CPU, the median."""
+    """Return the median seconds of CPU."""
     taken = []
     for _ in range(times):
         began = time.process_time()
@@ -216,7 +216,7 @@ def cpu(act: Callable[[], object], times: int) -> float:
 
 
 def main() -> None:
-    """Take all figures."""
+    """Measure all tables."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         lines(folder)

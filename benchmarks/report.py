@@ -1,4 +1,4 @@
-"""What a report takes: 1,000 runs of 1,000 steps, and one run of 1,000,000, against parsing the same files with orjson.
+"""Time a report of 1,000 runs of 1,000 steps, and of one run of 1,000,000, against orjson over the same files.
 
 The files are as a mixture of two sources writes them. The whole command is timed, from the start of Python to the page,
 beside a process that only parses every line of the same files, in turns.
@@ -32,7 +32,7 @@ for path in pathlib.Path(sys.argv[1]).rglob("*.jsonl"):
 
 
 def records(steps: int, seed: int) -> Iterator[str]:
-    """The lines of a metrics.jsonl."""
+    """Yield the lines of a metrics.jsonl."""
     draw = random.Random(seed)
     for step in range(1, steps + 1):
         loss = 5 / (1 + step / 300) + draw.random() / 10
@@ -52,7 +52,7 @@ def records(steps: int, seed: int) -> Iterator[str]:
 
 
 def write_run(path: Path, config: str, steps: int, seed: int) -> None:
-    """A finished run, with its timings."""
+    """Write a finished run, with its timings."""
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(config.replace("seed: 0\n", f"seed: {seed % 4}\n"))
     (path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in records(steps, seed)))
@@ -73,7 +73,7 @@ def write_run(path: Path, config: str, steps: int, seed: int) -> None:
 
 
 def measure(found: Table, root: Path, runs: int, steps: int, limit_s: float) -> None:
-    """Medians, their ratio, and the size of the page."""
+    """Add medians, their ratio, and the size of the page."""
     temperatures = [compose(["data=mixture", f"sampler.temperature={t}", "seed=0"]).text for t in (1, 2, 3)]
     for number in range(runs):
         write_run(root / f"run{number:04d}", temperatures[number // 4 % 3], steps, number)
@@ -95,7 +95,7 @@ def measure(found: Table, root: Path, runs: int, steps: int, limit_s: float) -> 
 
 
 def cost(*words: str) -> tuple[float, float]:
-    """Seconds that a Python process takes, and those of a CPU, which other work on the machine changes less."""
+    """Return the seconds that a Python process takes, and its CPU seconds, which other work changes less."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     wall = seconds(lambda: subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -103,7 +103,7 @@ def cost(*words: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Take the figures."""
+    """Measure all figures."""
     found = table("report")
     with tempfile.TemporaryDirectory() as folder:
         measure(found, Path(folder) / "many", 1000, 1000, 10)

@@ -1,7 +1,7 @@
 """Print benchmark figures, keep them in results.json, and write the tables of docs/project/benchmarks.md.
 
-A figure stands in a table, a row and a column. Those without a unit are ratios whose two sides were measured in the
-same run: they say something on any machine, and are what a new run is compared by.
+A figure has a table, a row and a column. Figures without a unit are ratios of two sides measured in the same run. They
+are comparable across machines, so a new run is compared by them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "benchmarks" / "results.json"
 PAGE = ROOT / "docs" / "project" / "benchmarks.md"
 REGRESSION = 1.15
-"""So many times worse than it was, and a ratio is called a regression."""
+"""A ratio that is this many times worse than before is a regression."""
 PLACE = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
@@ -30,10 +30,11 @@ class Figure:
     """A value in a table.
 
     Args:
-        unit: of `value`; empty for a ratio.
-        at_most: the goal, where less is better.
-        at_least: the goal, where more is better.
-        more_is_better: of a ratio without a goal.
+        value: the value.
+        unit: unit of `value`; empty for a ratio.
+        at_most: the goal, if less is better.
+        at_least: the goal, if more is better.
+        more_is_better: direction of a ratio without a goal.
     """
 
     row: str
@@ -46,8 +47,8 @@ class Figure:
 
     @property
     def missed(self) -> bool:
-        """Whether it has a goal that it misses."""
-        # As it is read: 1.02 is not missed by 1.0203.
+        """Return whether the figure misses its goal."""
+        # Compared as displayed: 1.02 is not missed by 1.0203.
         shown = float(self.shown.replace(",", ""))
         return (self.at_most is not None and shown > self.at_most) or (
             self.at_least is not None and shown < self.at_least
@@ -55,7 +56,7 @@ class Figure:
 
     @property
     def shown(self) -> str:
-        """The value in three digits or more; what is counted, whole."""
+        """Return the value in three digits or more, and counts in full."""
         if self.unit and self.value.is_integer():
             return f"{self.value:,.0f}"
         size = abs(self.value)
@@ -64,18 +65,18 @@ class Figure:
 
     @property
     def goal(self) -> str:
-        """The goal in words, or nothing."""
+        """Return the goal as text, or nothing."""
         if self.at_least is not None:
             return f"at least {self.at_least:g} {self.unit}".rstrip()
         return "" if self.at_most is None else f"at most {self.at_most:g} {self.unit}".rstrip()
 
     @property
     def text(self) -> str:
-        """The value with its unit, and a word where it misses its goal."""
+        """Return the value with its unit, and a note if it misses its goal."""
         return f"{self.shown} {self.unit}".rstrip() + (" **missed**" if self.missed else "")
 
     def worsened(self, before: Figure) -> float:
-        """How many times worse this ratio is than it was; 1 for anything else."""
+        """Return how many times worse this ratio is than `before`; 1 for a figure with a unit."""
         if self.unit or before.unit or min(self.value, before.value) <= 0:
             return 1.0
         times = self.value / before.value
@@ -84,7 +85,7 @@ class Figure:
 
 @dataclass
 class Table:
-    """The figures of one table: what was measured together."""
+    """The figures of one table, which were measured together."""
 
     name: str
     heading: str = ""
@@ -98,7 +99,7 @@ class Table:
         print(f"  {row:<58} {column:<16} {figure.text.replace('**', '')}{goal}", flush=True)
 
     def markdown(self) -> str:
-        """The table as it stands in the docs."""
+        """Return the table as Markdown for the docs."""
         rows = list(dict.fromkeys(figure.row for figure in self.figures))
         columns = list(dict.fromkeys(figure.column for figure in self.figures))
         cells = {(figure.row, figure.column): figure for figure in self.figures}
@@ -120,18 +121,18 @@ RECORDED: dict[str, Table] = {}
 
 
 def table(name: str, heading: str = "") -> Table:
-    """A new table, which replaces the one of this name when the figures are kept.
+    """Return a new table, which replaces the table of this name when the figures are kept.
 
     Args:
         name: a word, by which the docs refer to it.
-        heading: what the rows are.
+        heading: heading of the rows.
     """
     RECORDED[name] = Table(name, heading)
     return RECORDED[name]
 
 
 def machine() -> str:
-    """What the figures were measured on."""
+    """Describe the machine of the figures."""
     import psutil
 
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy"))
@@ -141,18 +142,18 @@ def machine() -> str:
 
 
 def kept(file: Path | None = None) -> dict[str, dict[str, Any]]:
-    """The tables of earlier runs as they stand in the file: `date`, `machine`, `heading`, `figures`."""
+    """Read the tables of earlier runs from the file: `date`, `machine`, `heading`, `figures`."""
     file = file or FILE
     return dict(json.loads(file.read_text())) if file.exists() else {}
 
 
 def read(entry: dict[str, Any], name: str) -> Table:
-    """A table of the file."""
+    """Convert an entry of the file to a table."""
     return Table(name, entry["heading"], [Figure(**figure) for figure in entry["figures"]])
 
 
 def regressions(now: Table, before: Table) -> Iterator[str]:
-    """A sentence for each ratio that got worse by more than `REGRESSION`."""
+    """Yield a sentence for each ratio that got worse by more than `REGRESSION`."""
     old = {(figure.row, figure.column): figure for figure in before.figures}
     for figure in now.figures:
         earlier = old.get((figure.row, figure.column))
@@ -164,9 +165,9 @@ def regressions(now: Table, before: Table) -> Iterator[str]:
 
 
 def keep(tables: Iterable[Table], accept: bool, file: Path | None = None) -> list[str]:
-    """Write tables into the file; the regressions.
+    """Write tables into the file, and return the regressions.
 
-    A table with a regression stays as it was, so that the next run names it again, unless it is accepted.
+    A table with a regression stays as it was, so that the next run reports it again, unless it is accepted.
     """
     entries, found = kept(file), []
     for each in tables:
@@ -179,10 +180,11 @@ def keep(tables: Iterable[Table], accept: bool, file: Path | None = None) -> lis
 
 
 def entry(found: Table, device: str = "") -> dict[str, Any]:
-    """A table as it stands in the file.
+    """Convert a table to an entry of the file.
 
     Args:
-        device: what it was measured on beside this machine's processor.
+        found: the table.
+        device: measured device in addition to this machine's processor.
     """
     figures = [
         {name: value for name, value in asdict(figure).items() if not (value is None or value is False)}
@@ -194,12 +196,12 @@ def entry(found: Table, device: str = "") -> dict[str, Any]:
 
 
 def write(entries: dict[str, dict[str, Any]], file: Path | None = None) -> None:
-    """Replace what stands in the file."""
+    """Replace the content of the file."""
     (file or FILE).write_text(json.dumps(entries, indent=1, ensure_ascii=False) + "\n")
 
 
 def with_figures(page: str, entries: dict[str, dict[str, Any]]) -> str:
-    """The page with each of its tables made anew; those that were never measured stay as they are."""
+    """Return the page with each measured table replaced; the others stay as they are."""
 
     def fill(place: re.Match[str]) -> str:
         if place[2] not in entries:

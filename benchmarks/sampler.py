@@ -1,4 +1,4 @@
-"""Samplers: what a start, an index, many changes and the state cost, against torch, other libraries and themselves.
+"""Measure samplers: a start, an index, many changes and the state, against torch and other libraries.
 
 python -m benchmarks.sampler              # up to 10^7 samples where a permutation has to be drawn
 python -m benchmarks.sampler --large      # up to 10^8 (5 GB for torch's sampler)
@@ -57,7 +57,7 @@ Action = Callable[[], object]
 
 
 class Sized:
-    """A dataset of which only the length is asked."""
+    """A dataset of which only the length is used."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -67,7 +67,7 @@ class Sized:
 
 
 def in_turns(actions: Mapping[Key, Action], turns: int) -> dict[Key, list[float]]:
-    """Seconds of each, taken in turns so that a busy machine slows all of them alike."""
+    """Return the seconds of each action, taken in turns so that a busy machine slows all of them alike."""
     taken: dict[Key, list[float]] = {key: [] for key in actions}
     for _ in range(turns):
         for key, action in actions.items():
@@ -76,12 +76,12 @@ def in_turns(actions: Mapping[Key, Action], turns: int) -> dict[Key, list[float]
 
 
 def ratio(mine: list[float], peer: list[float]) -> float:
-    """The median of the ratios of the turns."""
+    """Return the median of the ratios of the turns."""
     return statistics.median(a / b for a, b in zip(mine, peer, strict=True))
 
 
 def memory(action: Action) -> tuple[int, int]:
-    """Bytes held while the result exists, and at most; torch allocates its own, which this does not see."""
+    """Return the bytes held while the result exists, and the peak; torch's own allocations are not seen."""
     tracemalloc.start()
     kept = action()
     used = tracemalloc.get_traced_memory()
@@ -113,7 +113,7 @@ def elastic(n: int, sources: int, **changes: Any) -> ElasticSampler:
 
 
 def starts(large: bool) -> None:
-    """The start of an epoch against torch.randperm alone."""
+    """Measure the start of an epoch against torch.randperm alone."""
     found = table("sampler-start", "start of an epoch, one of 8 ranks")
     for n, turns in ((10**6, 11), (10**7, 7), (10**8, 3))[: 3 if large else 2]:
         ours = {"DistributedSampler": DistributedSampler(Sized(n), RANKS, RANK), "MixtureSampler": mixture(n, RANKS)}
@@ -132,7 +132,7 @@ def starts(large: bool) -> None:
 
 
 def mixture_starts() -> None:
-    """The start of the mixture sampler against the permutations that its order is made of."""
+    """Measure the start of the mixture sampler against the permutations that its order consists of."""
     found = table("sampler-mixture", "MixtureSampler of 4 sources")
     for n, ranks in ((10**6, 1), (10**7, 1), (10**7, 8)):
         sampler = mixture(n, ranks)
@@ -156,14 +156,14 @@ def draw(stream: Iterator[Any], count: int) -> None:
 
 
 def spells(sampler: ElasticSampler, batch: int) -> Action:
-    """What draws the next `SPELL` samples in batches."""
+    """Return an action that draws the next `SPELL` samples in batches."""
     stream = sampler.iter_batches(batch, True)
     next(stream)
     return partial(draw, stream, SPELL // batch)
 
 
 def micro_batches() -> None:
-    """A batch of the elastic sampler as a loader draws it."""
+    """Measure a batch of the elastic sampler as a loader draws it."""
     samples = [f"source0:{10_000 * at}-{10_000 * at + 9}" for at in range(100)]
     positions = [f"positions:{40_000 * at}-{40_000 * at + 9}" for at in range(100)]
     segments = [(40_000 * at, {"source0": 1 + at % 3}) for at in range(1, 101)]
@@ -193,7 +193,7 @@ def micro_batches() -> None:
 
 
 def elastic_starts() -> None:
-    """Until the first batch of the elastic sampler, new and at 99 % of the samples."""
+    """Time the elastic sampler until its first batch, new and at 99 % of the samples."""
     found = table("sampler-elastic", "ElasticSampler")
     by_samples, by_sources = [(10**exponent, 4) for exponent in range(5, 13)], [(10**9, n) for n in (1, 10, 100, 1_000)]
     taken: dict[tuple[str, int, int], list[float]] = {}
@@ -223,7 +223,7 @@ def first_batch(n: int, sources: int, state: dict[str, Any] | None = None) -> ob
 
 
 def index_costs() -> None:
-    """An index of the elastic sampler in batches of several sizes."""
+    """Measure an index of the elastic sampler in batches of several sizes."""
     found = table("sampler-index", "an index of ElasticSampler")
     goals = {(1, 1_024): 100.0, (4, 1_024): 250.0}
     actions: dict[tuple[int, int], Action] = {}
@@ -237,7 +237,7 @@ def index_costs() -> None:
 
 
 def changes() -> None:
-    """What 1,000 changes cost."""
+    """Measure 1,000 changes."""
     cases = written_changes()
     made = {row: partial(elastic, SAMPLES, 4, **more) for row, more in cases.items()}
     started = in_turns(made, 15)
@@ -253,7 +253,7 @@ def changes() -> None:
 
 
 def written_changes() -> dict[str, dict[str, Any]]:
-    """By row: what a user writes."""
+    """Return the changes as a user writes them, by row."""
     samples = [text for number in range(4) for text in ranges(f"source{number}", SAMPLES // 4, CHANGES // 4)]
     left = np.sort(np.random.default_rng(1).choice(SAMPLES // 4 - 1, CHANGES, replace=False)).tolist()
     others = [f"source0:{before + 1}-{after - 1}" for before, after in pairwise([-1, *left]) if after > before + 1]
@@ -269,14 +269,14 @@ def written_changes() -> dict[str, dict[str, Any]]:
 
 
 def ranges(name: str, stop: int, count: int) -> list[str]:
-    """So many exclusions of 1 to 8 below `stop`, anywhere."""
+    """Return `count` random exclusions of 1 to 8 samples below `stop`."""
     numbers = np.random.default_rng(0)
     starts = np.sort(numbers.choice(stop - 8, count, replace=False)).tolist()
     return [f"{name}:{at}-{at + more}" for at, more in zip(starts, numbers.integers(0, 8, count).tolist(), strict=True)]
 
 
 def ledgers() -> None:
-    """The ledger in the train state, by global batch."""
+    """Measure the ledger in the train state, by global batch."""
     sampler = elastic(10**9, 4)
     full = 70_000  # samples; digests of up to 65,536 are kept
     positions = np.arange(full)
@@ -303,7 +303,7 @@ def ledgers() -> None:
 
 
 def peers() -> None:
-    """Start and index of whichever library can be imported."""
+    """Measure start and index of every library that can be imported."""
     found = table("sampler-peers", "a sampler, one of 8 ranks")
     for n in (10**6, 10**7):
         makes = {}
@@ -367,7 +367,7 @@ PARTS: dict[str, Callable[[], None]] = {
 
 
 def main() -> None:
-    """Take all figures."""
+    """Measure all tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--large", action="store_true", help="10^8 samples too, where a permutation has to be drawn")
     parser.add_argument("--only", nargs="+", choices=["start", *PARTS], default=["start", *PARTS])

@@ -1,13 +1,13 @@
-"""What grows with ranks, samples and sources: every rank's part, simulated one after the other in one process.
+"""Measure what grows with ranks, samples and sources, with ranks simulated one after the other in one process.
 
-- Each rank's sampler is made, gives a batch and its state, at 99 % of 10^12 samples. That of all ranks together is
-  compared with the global batch: a rank that got another's samples would be noticed.
-- What ranks tell each other in every step (stop flags, digest and counts by source) is summed by real processes.
-- One look of a rank at the signs of life of all others, in a real store of torch's: what it costs that rank, and the
-  process which serves the store to all of them.
+- Each rank's sampler is constructed, and yields a batch and its state, at 99 % of 10^12 samples. The samples of all
+  ranks are compared with the global batch, which detects a rank with another rank's samples.
+- The vector that ranks exchange in every step (stop flags, digest and counts by source) is summed by real processes.
+- One look of a rank at the heartbeats of all others, in a real store of torch's: its cost for that rank, and for the
+  process that serves the store to all of them.
 - The index of a checkpoint, made of the parts of simulated ranks, each of which has a part of every tensor.
-- A small model is saved and loaded by up to 64 real ranks, which have a 64th of it each: files, bytes, fsyncs, and what
-  rank 0 gathers.
+- A small model is saved and loaded by up to 64 real ranks, which have a 64th of it each: files, bytes, fsyncs, and the
+  bytes that rank 0 gathers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ TENSORS = 900
 
 
 def sampler(ranks: int, rank: int, sources: int, position: int) -> ElasticSampler:
-    """That of a rank, which continues at a position."""
+    """Create the sampler of a rank that continues at a position."""
     sizes = {f"source{number}": SAMPLES // sources for number in range(sources)}
     weights = [number % 7 + 1 for number in range(sources)]
     made = ElasticSampler(sizes, weights, global_batch_size=EACH * ranks, num_replicas=ranks, rank=rank)
@@ -65,7 +65,7 @@ def sampler(ranks: int, rank: int, sources: int, position: int) -> ElasticSample
 
 
 def every_rank(found: Table, ranks: int, sources: int) -> None:
-    """Start, first batch and state of every rank; which samples all of them together get."""
+    """Measure start, first batch and state of every rank, and check the samples of all ranks together."""
     position = SAMPLES * 99 // 100 // ranks * ranks
     starts, states, batches = [], [], []
     # Making a sampler of 1,000 sources takes so long that only 1,000 of more ranks are simulated, from all of them.
@@ -94,13 +94,13 @@ def every_rank(found: Table, ranks: int, sources: int) -> None:
 
 
 def told_each_step(sources: int) -> torch.Tensor:
-    """What a rank adds to the sum over all ranks in every step."""
+    """Return the vector that a rank adds to the sum over all ranks in every step."""
     ledger = DataLedger([f"source{number}" for number in range(sources)], [10**9] * sources)
     return torch.cat([torch.zeros(2, dtype=torch.int64), torch.from_numpy(ledger.local().view(np.int64))])
 
 
 def on_rank(rank: int, ranks: int, port: int, results: SimpleQueue[float]) -> None:
-    """Sums by all ranks; the first one gives the median seconds of one, by number of sources."""
+    """Sum over all ranks; rank 0 reports the median seconds of a sum, by number of sources."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     world = World(rank, ranks)
@@ -119,14 +119,14 @@ def on_rank(rank: int, ranks: int, port: int, results: SimpleQueue[float]) -> No
 
 
 def sums(ranks: int) -> Iterator[tuple[int, float]]:
-    """(sources, seconds of a sum), with so many real processes on this machine."""
+    """Yield (sources, seconds of a sum), with `ranks` real processes on this machine."""
     results = get_context("spawn").SimpleQueue()
     spawn(on_rank, (ranks, free_port(), results), ranks)  # type: ignore[no-untyped-call]
     return ((sources, results.get()) for sources in SOURCES)
 
 
 def look(found: Table, ranks: int) -> None:
-    """One look of the peer watch at so many ranks; the store is served by a thread of this process."""
+    """Measure one look of the peer watch at `ranks` ranks; a thread of this process serves the store."""
     port = free_port()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     server: Any = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
@@ -161,7 +161,7 @@ def look(found: Table, ranks: int) -> None:
 
 
 def index_of(found: Table, ranks: int) -> None:
-    """The index of a model with `TENSORS` tensors, the optimizer's included, sharded over so many ranks."""
+    """Measure the index of a model with `TENSORS` tensors, the optimizer's included, sharded over `ranks` ranks."""
     each = 4096 // ranks + 1
     parts = [
         [
@@ -184,7 +184,7 @@ def index_of(found: Table, ranks: int) -> None:
 
 
 class Counted:
-    """What this process did while it was in force: fsyncs, and bytes that others sent to it."""
+    """Count fsyncs of this process, and bytes that others sent to it, within a block."""
 
     def __init__(self) -> None:
         self.fsyncs = self.gathered = 0
@@ -216,7 +216,7 @@ class Counted:
 
 
 def saving(rank: int, ranks: int, port: int, folder: Path, results: SimpleQueue[tuple[float, ...]]) -> None:
-    """Save twice and load; rank 0 gives files, fsyncs of all ranks, gathered bytes, seconds of a save and of a load."""
+    """Save twice and load; rank 0 reports files, all fsyncs, gathered bytes, seconds of a save and of a load."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     world = World(rank, ranks)
@@ -245,7 +245,7 @@ def saving(rank: int, ranks: int, port: int, folder: Path, results: SimpleQueue[
 
 
 def checkpoints(found: Table, ranks: int) -> None:
-    """A checkpoint of so many real ranks."""
+    """Measure a checkpoint of `ranks` real ranks."""
     results = get_context("forkserver").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = ranks, free_port(), Path(folder), results
@@ -261,7 +261,7 @@ def checkpoints(found: Table, ranks: int) -> None:
 
 
 def main() -> None:
-    """Take all figures."""
+    """Measure all tables."""
     multiprocessing.set_forkserver_preload(["benchmarks.scale", "torch.distributed.checkpoint"])
     found = table("scale-checkpoint", "a checkpoint of 2 MB")
     for ranks in (1, 4, 16, 64):

@@ -1,8 +1,4 @@
-"""What a decision of a search with 1,000 trials costs: read the journal, decide, draw the next point.
-
-CPU milliseconds in a process that has imported it. The peer is Optuna: it loads a study of as many trials from its
-journal file, and asks for a point of a random sampler, in turns with ours. TPE is Optuna's in both.
-"""
+"""Measure a decision of a search with 1,000 trials: read the journal, decide, draw the next point."""
 
 from __future__ import annotations
 
@@ -32,13 +28,13 @@ LAYERS = Dimension("layers", low=1, high=32, whole=True)
 
 
 def rules(algorithm: Algorithm) -> Rules:
-    """A search over what `algorithm` can enumerate."""
+    """Return a search over a space that `algorithm` can enumerate."""
     space = Space((WIDTH, LAYERS) if algorithm is Algorithm.grid else (LR, WIDTH))
     return Rules(algorithm, space, "eval_loss", maximize=False)
 
 
 def journal_of(made: Rules) -> str:
-    """The journal of a search in which all trials but one have ended."""
+    """Return the journal of a search in which all trials but one have ended."""
     first = Rules(Algorithm.random, made.space, "eval_loss", maximize=False) if made.algorithm.learns else made
     journal, points, random = Journal(), Points(first), Random(0)
     rungs = [100, 300, 900] if made.algorithm.pauses else [None]
@@ -59,7 +55,7 @@ def journal_of(made: Rules) -> str:
 
 
 def milliseconds(do: Callable[[], object]) -> float:
-    """CPU time of a call."""
+    """Return the CPU time of a call in milliseconds."""
     before = time.process_time()
     do()
     return 1000 * (time.process_time() - before)

@@ -1,8 +1,4 @@
-"""Dead time of a preemption on a real Slurm: from the signal to the end of the save, from the restart to a new step.
-
-Starts the test suite's cluster on this machine, so it needs Slurm's daemons (docs/slurm.md). The measure is the
-time that `import torch` takes here, which no restart can go below.
-"""
+"""Measure the dead time of a preemption on a real Slurm: signal to end of the save, restart to a new step."""
 
 from __future__ import annotations
 
@@ -24,14 +20,14 @@ ROUNDS = 5
 
 
 def import_torch() -> float:
-    """Seconds that a new Python takes to import torch, start and end included."""
+    """Return the seconds that a new Python takes to import torch, start and end included."""
     started = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     return time.perf_counter() - started
 
 
 def wait_for_step(job: Job, step: int) -> float:
-    """The time at which the metrics have that step."""
+    """Return the time at which the metrics have that step."""
     end = time.monotonic() + 120
     while job.step() < step:
         if time.monotonic() > end:
@@ -41,7 +37,7 @@ def wait_for_step(job: Job, step: int) -> float:
 
 
 def one_round(job: Job) -> tuple[float, float, float]:
-    """Seconds from the signal to the end of the save, from there to the requeue, from the restart to a new step."""
+    """Return the seconds from signal to end of the save, from there to the requeue, from restart to a new step."""
     signalled = time.time()
     job.cluster.run("scancel", "--signal=USR2", job.job_id)
     job.wait_for_state("PENDING")
@@ -63,7 +59,7 @@ def measure(cluster: Cluster, folder: Path) -> list[tuple[float, float, float]]:
 
 
 def main() -> None:
-    """Take the medians, and the last one as a ratio to the import of torch."""
+    """Add the medians, and the last one as a ratio to the import of torch."""
     if lacking := missing():
         print(f"slurm: {', '.join(lacking)} is missing: {INSTALL}")
         return

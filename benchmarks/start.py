@@ -1,6 +1,6 @@
-"""How long a command takes before it does something, against the imports alone.
+"""Time a command until it starts its work, against the imports alone.
 
-Every pair is taken one after the other, in turns, so that whatever else the machine does hits both.
+Every pair is taken one after the other, in turns, so that other work on the machine slows both.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ main()
 
 
 def seconds(*command: str, cwd: Path) -> float:
-    """Duration of a command from its start to its end."""
+    """Return the duration of a command from its start to its end."""
     start = time.perf_counter()
     subprocess.run([sys.executable, *command], cwd=cwd, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - start
 
 
 def first_step(cwd: Path) -> float:
-    """Seconds from the start of a new run to its first line in metrics.jsonl, data already prepared."""
+    """Return the seconds from the start of a new run to its first line in metrics.jsonl, with data prepared."""
     run = cwd / f"run-{time.monotonic_ns()}"
     metrics = run / "metrics.jsonl"
     overrides = ["experiment=smoke", "eval.every_steps=0", f"run.dir={run}"]
@@ -52,7 +52,7 @@ def first_step(cwd: Path) -> float:
 
 
 def compare(found: Table, what: str, ours: Callable[[], float], theirs: Callable[[], float], goal: float) -> None:
-    """The medians of both and of their ratio."""
+    """Add the medians of both sides and of their ratio."""
     ours(), theirs()  # files into the page cache
     add_pairs(found, what, [(ours(), theirs()) for _ in range(TURNS)], at_most=goal)
 
@@ -65,7 +65,7 @@ def add_pairs(found: Table, what: str, pairs: Sequence[tuple[float, float]], **g
 
 
 def main() -> None:
-    """Take the ratios."""
+    """Measure the ratios."""
     found = table("start")
     with tempfile.TemporaryDirectory() as folder:
         cwd = Path(folder)

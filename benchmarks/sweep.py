@@ -1,4 +1,4 @@
-"""What many runs cost: composing and checking 1,000 jobs, giving 1,000 finished ones again, `status` over 1,000 runs.
+"""Measure many runs: composing and checking 1,000 jobs, skipping 1,000 finished ones, `status` over 1,000 runs.
 
 CPU seconds of whole commands, the start of Python included: the plan of a sweep (`-n`) of which no run exists yet; the
 same when all its runs have finished, and when all are in the middle; `runner status` over them. The peer is plain
@@ -41,7 +41,7 @@ CASES = {  # command, where it is run, goal in seconds
 
 
 def cpu_of(arguments: tuple[str, ...], where: Path) -> float:
-    """CPU seconds of a command and its children."""
+    """Return the CPU seconds of a command and its children."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-m", "runner", *arguments], cwd=where, check=True, stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -49,7 +49,7 @@ def cpu_of(arguments: tuple[str, ...], where: Path) -> float:
 
 
 def plain_hydra() -> float:
-    """CPU seconds in which Hydra composes one job."""
+    """Return the CPU seconds in which Hydra composes one job."""
     before = time.process_time()
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         hydra.compose("config", [*SETTINGS, "seed=1"], return_hydra_config=True)
@@ -57,13 +57,13 @@ def plain_hydra() -> float:
 
 
 def fill(where: Path, trained: Path, finished: bool) -> None:
-    """Directories for the runs of the sweep: copies of `trained`, without its weights, at step 20 or 10 of 20."""
+    """Create directories for the runs of the sweep: copies of `trained`, without weights, at step 20 or 10 of 20."""
     for job in Composer().jobs([*SETTINGS, SEEDS, f"run.root={where / 'outputs'}"]):
         copy_run(trained, job, finished)
 
 
 def copy_run(trained: Path, job: Composed, finished: bool) -> None:
-    """The directory of one run."""
+    """Create the directory of one run."""
     for step in (10, 20) if finished else (10,):
         name = f"checkpoints/step_{step:08d}"
         (job.run_dir / name).mkdir(parents=True)

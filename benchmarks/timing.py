@@ -1,4 +1,4 @@
-"""What the benchmarks share."""
+"""Time functions, for all benchmarks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def seconds(action: Callable[[], object]) -> float:
-    """How long `action` takes."""
+    """Return the seconds that `action` takes."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start

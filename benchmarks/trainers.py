@@ -1,4 +1,4 @@
-"""TrainerLoader beside what trainers use: time to the first batch, and from a state in mid-epoch to the next batch.
+"""Time TrainerLoader and the loaders of trainers to the first batch, and from a mid-epoch state to the next batch.
 
 PEERS=/path/to/site-packages python -m benchmarks.trainers    # with torchdata and accelerate
 
@@ -36,9 +36,9 @@ ROUNDS = 5
 OURS = "TrainerLoader, one source"
 
 Make = Callable[[int], Any]
-"""Constructs a loader with so many workers."""
+"""Constructs a loader with the given number of workers."""
 Resume = Callable[[Any], Any]
-"""Takes a new loader to the middle of the epoch; returns what is iterated."""
+"""Moves a new loader to the middle of the epoch; returns an iterable over the rest."""
 
 
 def ours(data: Any, batches: int) -> tuple[Make, Resume]:
@@ -58,7 +58,7 @@ def torchs(make: Any, data: Any, workers: int) -> Any:
 
 
 def state_of_torchdata(loader: Any, batches: int) -> Any:
-    """The state after so many batches, without iterating them."""
+    """Return the state after `batches` batches, without iterating over them."""
     iterator = iter(loader)
     next(iterator)
     state = loader.state_dict()
@@ -74,7 +74,7 @@ def state_of_torchdata(loader: Any, batches: int) -> Any:
 
 
 def loaders(size: int, batches: int) -> dict[str, tuple[Make, Resume]]:
-    """By name, with the peers that are installed."""
+    """Return the loaders by name, with the peers that are installed."""
     data, sources = Numbers(size), {"a": Numbers(size // 4 * 3), "b": Numbers(size // 4)}
     found = {OURS: ours(data, batches), "TrainerLoader, a mixture of two": ours(sources, batches)}
     try:
@@ -91,7 +91,7 @@ def loaders(size: int, batches: int) -> dict[str, tuple[Make, Resume]]:
 
 
 def measure(size: int) -> None:
-    """Take all figures."""
+    """Measure one size."""
     found = table("trainers", f"10^{len(str(size)) - 1} samples, shuffled, batch of {BATCH}")
     compared = loaders(size, size // BATCH // 2)
     for workers in (0, 2):
@@ -113,7 +113,7 @@ def first_batch(make: Callable[[Any], Any], argument: Any) -> None:
 
 
 def main() -> None:
-    """Take all figures."""
+    """Measure all figures."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     if "PEERS" in os.environ:
         sys.path.append(os.environ["PEERS"])

@@ -1,4 +1,4 @@
-"""The command `python -m benchmarks gpu`: choose parts, run each within the time left, collect their figures."""
+"""Run `python -m benchmarks gpu`: choose parts, run each within the time left, collect their figures."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Runs that are killed and resumed, compared bit for bit with the same runs without a kill.
+"""Kill and resume runs, and compare them bit for bit with the same runs without a kill.
 
-Both runs of a case begin with the same command, as processes of their own that compile, choose kernels and fill caches
-for themselves. One of them is killed after step `KILL` and resumes from step `RESUMED`. Some cases have a smaller
-model, so that all of them share a GPU and a disk.
+Both runs of a case begin with the same command, as separate processes with separate compiler caches. One of them is
+killed after step `KILL` and resumes from step `RESUMED`. Some cases have a smaller model, so that all of them share a
+GPU and a disk.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Case:
     """Two runs of one config: one is killed and resumed, the other is not.
 
     Attributes:
-        name: in the table.
-        overrides: of both runs.
+        name: name in the table.
+        overrides: overrides of both runs.
         exact: whether a difference is a failure.
-        small: whether it has a quarter of the layers and of the vocabulary.
-        ranks: how many the first attempts have.
-        resumed_ranks: how many the attempt after the kill has; None: as many.
+        small: whether the model has a quarter of the layers and of the vocabulary.
+        ranks: number of ranks of the first attempts.
+        resumed_ranks: number of ranks of the attempt after the kill; None: the same.
     """
 
     name: str
@@ -82,7 +82,7 @@ def several_ranks(count: int) -> list[Case]:
 
 
 def runs_of(case: Case, folder: Path) -> tuple[Run, Run]:
-    """Create both runs of a case, each with a compiler cache of its own."""
+    """Create both runs of a case, each with a separate compiler cache."""
     size = sizes.SIZE.smaller() if case.small else sizes.SIZE
     words = [
         *held_words(folder, size),
@@ -162,7 +162,7 @@ def add(case: Case, jobs: Mapping[str, Future[Judgement]], found: Table) -> None
     """Add a row to the table.
 
     Raises:
-        RuntimeError: what was to be identical differs.
+        RuntimeError: runs that have to be identical differ.
     """
     result, goal = jobs[case.name].result(), {"at_most": 0} if case.exact else {}
     found.add(case.name, "steps", result.steps, "steps")

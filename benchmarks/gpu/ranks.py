@@ -1,6 +1,6 @@
-"""DistributedDataParallel and FSDP2 over NCCL on one rank: start, save, resume.
+"""Check DistributedDataParallel and FSDP2 over NCCL on one rank: start, save, resume.
 
-A run with one rank uses neither, so the parts of a run are put together here: the module in its wrapper, steps, saves.
+A run with one rank uses neither, so this module assembles the parts of a run: the module in its wrapper, steps, saves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The report of a part: tables of figures, what was not run and why, what failed."""
+"""Write the report of a part: tables of figures, skipped steps with reasons, failures."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Report:
     """The report of one process, written to its file after each step.
 
     Attributes:
-        file: where it is written.
-        device: what is measured.
-        not_run: what was not run, and why.
-        failed: what failed, and the traceback.
+        file: path of the report.
+        device: name of the measured device.
+        not_run: the steps that were not run, and the reasons.
+        failed: the steps that failed, and their tracebacks.
     """
 
     file: Path
@@ -31,10 +31,12 @@ class Report:
     failed: dict[str, str] = field(default_factory=dict)
 
     def step(self, name: str, action: Callable[[], object], unless: str = "") -> None:
-        """Run one step. An error is recorded, so that the next step can run.
+        """Run one step. Record an error, so that the next step can run.
 
         Args:
-            unless: why it cannot be done here, if so.
+            name: name of the step.
+            action: the step.
+            unless: reason why it cannot run here, if there is one.
         """
         began = time.perf_counter()
         if unless:
@@ -51,7 +53,7 @@ class Report:
         self.write()
 
     def write(self, **more: Any) -> None:
-        """Write the file anew."""
+        """Rewrite the file."""
         tables = {name: results.entry(found, self.device) for name, found in results.RECORDED.items() if found.figures}
         content = {"gpu": self.device, **more, "tables": tables, "not_run": self.not_run, "failed": self.failed}
         temporary = self.file.with_name(f"{self.file.name}.tmp")
@@ -62,7 +64,9 @@ class Report:
         """Merge the report that the process of a part has written.
 
         Args:
-            ended: how it ended, if it did not end well.
+            part: name of the part.
+            file: path of its report.
+            ended: how the process failed, if it did.
         """
         content = json.loads(file.read_text()) if file.exists() else {"tables": {}, "not_run": {}, "failed": {}}
         for name, found in content["tables"].items():

@@ -1,4 +1,4 @@
-"""Runs that are started by the command that users type, and killed at a chosen step."""
+"""Start runs by the command that users type, and kill them at a chosen step."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Run:
     """A run directory and the command that trains in it.
 
     Attributes:
-        overrides: of `held_words` where it is to be killed.
-        environment: in addition to this process's.
+        overrides: overrides of the command; `held_words` for a run to be killed.
+        environment: variables in addition to those of this process.
     """
 
     path: Path

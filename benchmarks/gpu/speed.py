@@ -1,4 +1,4 @@
-"""Tokens per second of the runner's loop beside a hand-written one, data wait, and rank-invariant steps."""
+"""Measure tokens per second of the runner's loop against a hand-written loop, data wait, and rank-invariant steps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def matrix_rate() -> float:
 
 
 def against_by_hand(folder: Path) -> None:
-    """Measure tokens per second and MFU by hand, by the runner, and with saves; each beside the one before."""
+    """Measure tokens per second and MFU by hand, by the runner, and with saves, each against the one before."""
     config = config_of(*sizes.data(folder, SIZE))
     plain, session = loop.ours(config, RunDir(folder / "plain"))
     saving, saving_session = loop.ours(config, RunDir(folder / "saving"), save_every=SIZE.steps)

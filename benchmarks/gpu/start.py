@@ -1,4 +1,4 @@
-"""The time from the start of a process to its first step after a kill, beside a script that resumes by hand."""
+"""Time a process from its start to its first step after a kill, against a script that resumes by hand."""
 
 from __future__ import annotations
 

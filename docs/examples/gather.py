@@ -1,4 +1,4 @@
-"""Times several ways to gather a batch of tokens from a memory map; see docs/data.md."""
+"""Time several ways to gather a batch of tokens from a memory map; see docs/data.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTH, BATCH = 2048, 16
 
 
 def microseconds(fetch: Callable[[Any], Any], batches: list[Any]) -> float:
-    """The best mean of four rounds, each over a quarter of the batches, after a warmup."""
+    """Return the best mean of four rounds, each over a quarter of the batches, after a warmup."""
     rounds = [batches[start::4] for start in range(4)]
     for indices in batches[:200]:
         fetch(indices)
@@ -31,7 +31,7 @@ def microseconds(fetch: Callable[[Any], Any], batches: list[Any]) -> float:
 
 
 def measure(folder: Path, count: int = 60_000_000, batches: int = 4000) -> dict[str, float]:
-    """Microseconds per batch for each way of gathering."""
+    """Return the microseconds per batch for each way of gathering."""
     rng = np.random.default_rng(0)
     np.save(folder / "tokens.npy", rng.integers(0, 50_000, count).astype(np.uint16))
     tokens = np.load(folder / "tokens.npy", mmap_mode="r")

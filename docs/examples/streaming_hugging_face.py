@@ -13,8 +13,8 @@ from exactdata import ShardedStream
 class PackedText(ShardedStream):
     """Concatenated texts, split into sequences of `length` tokens with their next-token labels.
 
-    Each file of the stream is read by one shard and packed by itself, so that the sequences do not depend on workers or
-    ranks. A position is that of the stream, and the tokens that were read but not yet yielded.
+    Each file of the stream is read by one shard and packed separately, so that the sequences do not depend on workers
+    or ranks. A position is the position of the stream, with the tokens that were read but not yet yielded.
 
     Args:
         stream: a `datasets.IterableDataset`, as `load_dataset(..., streaming=True)` returns.

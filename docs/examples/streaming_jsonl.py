@@ -11,7 +11,7 @@ from exactdata import ShardedStream
 
 
 class JsonLines(ShardedStream):
-    """Each shard reads blocks of about `block` bytes: the lines that begin in them. A resume seeks to a byte offset."""
+    """Read blocks of about `block` bytes: the lines that begin in them. A resume seeks to a byte offset."""
 
     def __init__(self, files: Sequence[str | Path], block: int = 1 << 20) -> None:
         self.files = [Path(file) for file in files]
@@ -25,6 +25,6 @@ class JsonLines(ShardedStream):
         with open(file, "rb") as lines:
             lines.seek(max(begin - 1, 0) if position is None else position)
             if begin and position is None:
-                lines.readline()  # the rest of a line that begins in the block before
+                lines.readline()  # the rest of a line that begins in the previous block
             while lines.tell() < begin + self.block and (line := lines.readline()):
                 yield json.loads(line), lines.tell()

@@ -12,7 +12,7 @@ from exactdata import ShardedStream
 
 
 class ParquetRows(ShardedStream):
-    """Each row group is read by one shard; a resume skips within one row group."""
+    """Read Parquet files, each row group by one shard. A resume skips within one row group."""
 
     def __init__(self, files: Sequence[str | Path], columns: Sequence[str] | None = None) -> None:
         self.files = [str(file) for file in files]

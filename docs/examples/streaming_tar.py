@@ -12,7 +12,7 @@ from exactdata import ShardedStream
 
 
 class TarSamples(ShardedStream):
-    """Each file is read by one shard; a resume skips within one file."""
+    """Read tar files, each by one shard. A resume skips within one file."""
 
     def __init__(self, files: Sequence[str | Path]) -> None:
         self.files = [Path(file) for file in files]
@@ -26,7 +26,7 @@ class TarSamples(ShardedStream):
 
 
 def samples(file: Path) -> Iterator[dict[str, Any]]:
-    """`{"key": "0001", "txt": b"...", "cls": b"..."}` for each stem in a tar file."""
+    """Yield `{"key": "0001", "txt": b"...", "cls": b"..."}` for each stem in a tar file."""
     current: dict[str, Any] = {}
     with tarfile.open(file) as tar:
         for member in tar:

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages from the top of the repository, links between them, and a check of what a reader will see."""
+"""Hook into mkdocs: add pages from the top of the repository, link them, and check what a reader will see."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOP = {
 }
 SNIPPET = re.compile(r'^ *-+8<-+ "(.+)"$', re.MULTILINE)
 MARKER = re.compile(r"-{2,} ?8 ?< ?-{2,}")
-# Markdown at the beginning of a line, or a link: outside of code, no reader should see it.
+# Markdown syntax at the start of a line, or a link, which must not be visible outside of code.
 RAW = re.compile(r"^\s*(?:```|~~~|:::|!!!|\?\?\?|===\s|\|.*\|\s*$|<!--|#+ )|\]\(", re.MULTILINE)
 
 
@@ -58,7 +58,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 
 def settings_tables() -> Iterator[str]:
-    """A heading and a table for each part of the config."""
+    """Yield a heading and a table for each part of the config."""
     from runner.config.settings import settings
 
     part = ""
@@ -74,7 +74,7 @@ def settings_tables() -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Text that Markdown shows as it is, but for code in backticks."""
+    """Escape text so that Markdown shows it unchanged, except for code in backticks."""
     parts = re.split(r"(`[^`]*`)", text)
     return "".join(
         each.replace("|", "\\|") if each.startswith("`") else re.sub(r"([\\*_{}\[\]<>#|])", r"\\\1", each)
@@ -83,7 +83,7 @@ def _plain(text: str) -> str:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Warn of every page that does not show what it should."""
+    """Warn of every page that is not shown as intended."""
     site = Path(config.site_dir)
     for path in sorted(site.rglob("*.html")):
         source = Path(config.docs_dir, path.relative_to(site)).with_suffix(".md")
@@ -92,7 +92,7 @@ def on_post_build(config: MkDocsConfig) -> None:
 
 
 def included(name: str) -> str:
-    """The text of a file, or of the part `file:part` of one, between the markers that name the part."""
+    """Return the text of a file, or of the part `file:part` of one, between the markers that name the part."""
     file, _, part = name.partition(":")
     text = (ROOT / file).read_text()
     if part:
@@ -101,7 +101,7 @@ def included(name: str) -> str:
 
 
 def faults(path: Path, source: str) -> Iterator[str]:
-    """What a reader of the built page at `path`, written as the Markdown `source`, would stumble over."""
+    """Yield the faults that a reader of the built page at `path`, written as the Markdown `source`, would see."""
     page = Shown()
     page.feed(path.read_text())
     code = "\n".join(page.blocks)
@@ -119,7 +119,7 @@ def faults(path: Path, source: str) -> Iterator[str]:
 
 
 class Shown(HTMLParser):
-    """The text of a page: that of its code blocks, and the rest without code in sentences; and what it loads."""
+    """Collect the text of a page, code blocks apart from sentences without code, and the files it loads."""
 
     def __init__(self) -> None:
         super().__init__()

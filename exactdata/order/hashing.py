@@ -17,7 +17,7 @@ _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def mix64(values: U64) -> U64:
-    """The SplitMix64 finalizer (Steele, Lea and Flood, 2014), a bijection on the 64-bit integers.
+    """Apply the SplitMix64 finalizer (Steele, Lea and Flood, 2014), a bijection on the 64-bit integers.
 
     Args:
         values: uint64 array of any shape, not modified.

@@ -1,4 +1,4 @@
-"""A generative adversarial network (Goodfellow et al. 2014) learns eight Gaussians on a circle."""
+"""Train a generative adversarial network (Goodfellow et al. 2014) to draw eight Gaussians on a circle."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ from torch.nn.functional import softplus
 
 
 def eight_gaussians(count: int, seed: int) -> list[Tensor]:
-    """Points (2,)."""
+    """Draw points (2,)."""
     generator = torch.Generator().manual_seed(seed)
     angles = torch.randint(8, (count, 1), generator=generator) * (math.pi / 4)
     return [*torch.normal(2 * torch.cat([angles.cos(), angles.sin()], 1), 0.1, generator=generator)]
@@ -20,7 +20,7 @@ def mlp(first: int, width: int, last: int) -> nn.Module:
 
 
 class Gan(nn.Module):
-    """A generator of points and a discriminator, whose output is positive for points that it takes for real."""
+    """A generator of points and a discriminator, whose output is positive for points that it judges real."""
 
     def __init__(self, noise: int, width: int) -> None:
         super().__init__()
@@ -28,12 +28,12 @@ class Gan(nn.Module):
         self.generator, self.discriminator = mlp(noise, width, 2), mlp(2, width, 1)
 
     def generate(self, count: int) -> Tensor:
-        """Points (count, 2)."""
+        """Draw points (count, 2)."""
         return self.generator(torch.randn(count, self.noise))  # type: ignore[no-any-return]
 
 
 class Adversarial:
-    """One step of the discriminator, then one of the generator."""
+    """Train the discriminator for one step, then the generator."""
 
     def take_step(self, step: Any) -> None:
         model = step.model
@@ -48,13 +48,13 @@ class Adversarial:
         step.update("generator")
 
     def evaluation_step(self, model: Gan, real: Tensor) -> dict[str, Tensor]:
-        """How far each real point is from the next generated one, and each generated one from the next real one."""
+        """Measure the distances of real points to the nearest generated ones, and of generated ones to real ones."""
         distances = torch.cdist(real, model.generate(len(real)))
         return {"loss": distances.amin(1), "astray": distances.amin(0)}
 
 
 class Picture:
     def on_evaluation(self, context: Any) -> None:
-        """Draw where the generator puts points: from -3 to 3 in both directions."""
+        """Draw the generated points: from -3 to 3 in both directions."""
         counts = torch.histogramdd(context.model.generate(20_000), [96, 96], range=[-3.0, 3.0, -3.0, 3.0]).hist
         context.log_image("points", (counts / 20).clamp(max=1))

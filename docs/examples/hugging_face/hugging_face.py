@@ -31,7 +31,7 @@ class Texts:
 
 
 def write(file: Path, held_out: bool) -> None:
-    """Every fourth text is held out."""
+    """Write the training texts, or every fourth text, which is held out."""
     texts = [" ".join(NUMBERS[first:last]) for last in range(1, 17) for first in range(last)]
     random.Random(0).shuffle(texts)
     lines = [json.dumps({"text": text}) for index, text in enumerate(texts) if held_out == (index % 4 == 0)]
@@ -47,7 +47,7 @@ def pad(texts: list[Tensor]) -> dict[str, Tensor]:
 
 
 def next_byte(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The mean cross entropy of each text (B,)."""
+    """Return the mean cross entropy of each text (B,)."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     losses = cross_entropy(logits[:, :-1].mT, batch["labels"][:, 1:], reduction="none")  # 0 for labels of -100
     return losses.sum(1) / batch["attention_mask"][:, 1:].sum(1)

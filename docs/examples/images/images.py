@@ -45,7 +45,7 @@ class Shapes:
 
 
 def cnn(width: int) -> nn.Module:
-    """Images (B, 1, 28, 28) -> logits (B, 3)."""
+    """Build a network from images (B, 1, 28, 28) to logits (B, 3)."""
     first = nn.Conv2d(1, width, 3, stride=2), nn.BatchNorm2d(width), nn.ReLU()
     second = nn.Conv2d(width, 2 * width, 3, stride=2), nn.BatchNorm2d(2 * width), nn.ReLU()
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(72 * width, 3))
@@ -53,7 +53,7 @@ def cnn(width: int) -> nn.Module:
 
 class Predictions:
     def on_evaluation(self, context: Any) -> None:
-        """Draw a row of held-out images for each class that the model sees in them."""
+        """Draw a row of held-out images for each predicted class."""
         images = torch.stack([image for image, _ in iter(Shapes("held_out", 0))]).to(context.device)
         seen = context.model(images).argmax(1)
         rows = nn.utils.rnn.pad_sequence([images[seen == each, 0] for each in range(3)], batch_first=True)

@@ -15,7 +15,7 @@ class Waves(Dataset[dict[str, Tensor]]):
 
     Args:
         size: number of samples.
-        frequency: of the wave.
+        frequency: number of periods in the range of x, 0 to 2 pi.
         start: the first point; a small offset gives held-out points between those of training.
     """
 
@@ -42,5 +42,5 @@ class Perceptron(nn.Module):
 
 
 def squared_error(model: nn.Module, batch: Mapping[str, Tensor], scale: float = 1.0) -> Tensor:
-    """One loss per sample, shape (B,), which is all that the runner requires of a loss."""
+    """Return one loss per sample, shape (B,), which is all that the runner requires of a loss."""
     return scale * (model(batch["x"]) - batch["y"]).square().flatten(1).mean(1)

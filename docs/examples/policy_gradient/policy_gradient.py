@@ -1,4 +1,4 @@
-"""REINFORCE (Williams 1992) learns to balance a pole on a cart."""
+"""Balance a pole on a cart with REINFORCE (Williams 1992)."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from torch.nn.functional import logsigmoid
 
 
 def starts(count: int, seed: int) -> list[Tensor]:
-    """Where episodes start: position, velocity, angle and angular velocity, all near 0."""
+    """Draw the starts of episodes: position, velocity, angle and angular velocity, all near 0."""
     return [*torch.rand(count, 4, generator=torch.Generator().manual_seed(seed)) * 0.1 - 0.05]
 
 
 def move(states: Tensor, right: Tensor) -> Tensor:
-    """The states (B, 4) 0.02 s later, after a push of 10 N: the equations of Barto, Sutton and Anderson (1983)."""
+    """Return the states (B, 4) 0.02 s later, after a push of 10 N (Barto, Sutton and Anderson 1983)."""
     speed, angle, spin = states[:, 1:].unbind(1)
     push = (20 * right - 10 + 0.05 * spin**2 * angle.sin()) / 1.1
     turn = (9.8 * angle.sin() - push * angle.cos()) / (0.5 * (4 / 3 - 0.1 * angle.cos() ** 2 / 1.1))
@@ -22,14 +22,14 @@ def move(states: Tensor, right: Tensor) -> Tensor:
 
 
 class Reinforce:
-    """Pushes that led to longer episodes than usual become more likely."""
+    """Make pushes more likely that led to longer episodes than usual."""
 
     def __init__(self, longest: int, memory: float) -> None:
         self.longest, self.memory = longest, memory
         self.usual = torch.zeros(longest)  # how long an episode still lasts, by step: a running mean
 
     def play(self, policy: nn.Module, states: Tensor, greedy: bool) -> tuple[Tensor, ...]:
-        """Log-probabilities of the pushes, and whether the pole stands after them: two of (B, longest)."""
+        """Return log-probabilities of the pushes, and whether the pole stands after them: two of (B, longest)."""
         stands, played = torch.ones(len(states)), []
         for _ in range(self.longest):
             preference = policy(states)[:, 0]

@@ -1,4 +1,4 @@
-"""Regression on points of which most are close together, with a sampler that makes up for it."""
+"""Fit points of which most are close together, with a sampler that compensates for it."""
 
 from collections.abc import Iterator, Mapping
 
@@ -24,7 +24,7 @@ class Points:
 
 
 class Balanced(Sampler[int]):
-    """Draws from each of several equal ranges of x equally often, however many points it has."""
+    """Draw from each of several equal ranges of x equally often, however many points it has."""
 
     def __init__(self, points: Points, ranges: int) -> None:
         within = (points.x[:, 0] * ranges).long().clamp(max=ranges - 1)
@@ -42,5 +42,5 @@ class Balanced(Sampler[int]):
 
 
 def squared_error(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """The squared error of each point (B,)."""
+    """Return the squared error of each point (B,)."""
     return mse_loss(model(batch["x"]), batch["y"], reduction="none")[:, 0]

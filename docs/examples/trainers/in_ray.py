@@ -1,6 +1,6 @@
 """Ray Train with an exact, elastic order of samples: `RAY_AUTH_MODE=disabled python in_ray.py`.
 
-Started again with the same folder it resumes from the newest checkpoint, with any number of workers.
+Rerun with the same folder, it resumes from the newest checkpoint, with any number of workers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def train_loop(opts: Any) -> None:
 
 
 def save(state: dict[str, Any]) -> None:
-    """Save the state as rank 0 has it, and return when the checkpoint is registered: `report` alone returns before."""
+    """Save rank 0's state, and return when the checkpoint is registered: `report` alone returns earlier."""
     with tempfile.TemporaryDirectory() as folder:
         torch.save(state, Path(folder, "state.pt"))
         is_first = ray.train.get_context().get_world_rank() == 0

@@ -1,6 +1,6 @@
 """Train with torchft: replicas come and go, and each sample is trained on once, in the order of the sampler.
 
-Start a lighthouse, and any number of replicas, each in a process of its own; kill and start them as you like:
+Start a lighthouse, and any number of replicas, each as a separate process; kill and start them at any time:
 
     torchft_lighthouse --min_replicas 1 --join_timeout_ms 1000 &
     export TORCHFT_LIGHTHOUSE=http://localhost:29510

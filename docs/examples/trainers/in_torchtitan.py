@@ -1,6 +1,6 @@
 """The data of torchtitan in an exact, elastic order of samples: `python in_torchtitan.py`, on 1 rank or more.
 
-The loader is built and saved as torchtitan's own trainer does it; the model is as small as can be.
+The loader is built and saved as in torchtitan's trainer; the model is as small as possible.
 """
 
 from __future__ import annotations

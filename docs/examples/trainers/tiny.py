@@ -1,4 +1,4 @@
-"""What the examples share: their settings, 200 samples in one or two sources, and the record of each step."""
+"""Share the examples' settings, 200 samples in one or two sources, and the record of each step."""
 
 from __future__ import annotations
 
