@@ -124,6 +124,19 @@ class TokenDataset(Dataset[Batch]):
     Sample i of an array covers its tokens [i*T, i*T + T], so that an array of n tokens has (n - 1) // T samples and
     every token has a label. A sample never crosses from one array into the next.
 
+    Example:
+        ```python
+        import numpy as np
+
+        from exactdata.datasets import TokenDataset
+
+        tokens = np.arange(100, dtype=np.uint16)  # or np.memmap("tokens.bin", np.uint16, "r")
+        data = TokenDataset(tokens, sequence_length=8, vocab_size=100)
+        print(len(data), data[0]["input_ids"], data[0]["labels"])
+        batch = data.__getitems__([0, 5, 2])  # one gather
+        assert batch["input_ids"].shape == (3, 8)
+        ```
+
     Args:
         tokens: a 1-D integer array or memory map, or a sequence of them.
         sequence_length: T, at least 1.
@@ -260,6 +273,21 @@ class MixtureDataset(Dataset[Any]):
     A sample that is a dict gets `dataset_idx`, the number of its source; any other sample becomes
     (sample, dataset_idx). If every source is collated, so is the mixture: a batch is gathered source by source and
     restored to the requested order, with `dataset_idx` as an int64 tensor of shape (B,).
+
+    Example:
+        ```python
+        import numpy as np
+
+        from exactdata import ElasticSampler, MixtureDataset, StatefulDataLoader
+        from exactdata.datasets import TokenDataset
+
+        code, prose = (TokenDataset(np.arange(n, dtype=np.uint16), sequence_length=8) for n in (800, 400))
+        data = MixtureDataset([code, prose], ["code", "prose"])
+        sizes = {"code": len(code), "prose": len(prose)}
+        sampler = ElasticSampler(sizes, {"code": 3, "prose": 1}, global_batch_size=16, samples=64)
+        for batch in StatefulDataLoader(data, batch_size=16, sampler=sampler):
+            print(batch["input_ids"].shape, batch["dataset_idx"].tolist())
+        ```
 
     Args:
         datasets: map-style datasets.

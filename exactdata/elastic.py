@@ -153,6 +153,25 @@ class ElasticSampler:
 
     Memory and start-up cost do not depend on the number of samples. Any position can be looked up directly.
 
+    Example:
+        ```python
+        from exactdata import ElasticSampler
+
+        options = {"global_batch_size": 8, "seed": 1, "samples": 32}
+        sizes, weights = {"code": 90, "prose": 30}, {"code": 2, "prose": 1}
+        sampler = ElasticSampler(sizes, weights, num_replicas=1, rank=0, **options)
+        order = list(sampler)
+        state = sampler.state_dict_at(16)  # after two global batches
+
+        rest = []
+        for rank in range(2):  # resume on two ranks
+            sampler = ElasticSampler(sizes, weights, num_replicas=2, rank=rank, **options)
+            sampler.load_state_dict(state)
+            rest.append(list(sampler))
+        assert [index for pair in zip(*rest) for index in pair] == order[16:]
+        print(sampler.locate(20))  # source, index and epoch of the sample at position 20
+        ```
+
     Args:
         sizes: samples by source name, in the order of the MixtureDataset.
         weights: by source name (every source; 0 leaves it out), or one per source in the order of `sizes`.

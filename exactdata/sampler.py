@@ -237,6 +237,19 @@ class DistributedSampler(_SeededSampler):
 
     The sequence is that of torch.utils.data.DistributedSampler with the same arguments.
 
+    Example:
+        ```python
+        from exactdata import DistributedSampler, StatefulDataLoader
+
+        data = list(range(10))
+        sampler = DistributedSampler(data, num_replicas=2, rank=0, seed=1)
+        loader = StatefulDataLoader(data, batch_size=2, sampler=sampler)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)  # another order in each epoch
+            for batch in loader:
+                print(epoch, batch.tolist())
+        ```
+
     Args:
         dataset: anything with a length.
         num_replicas: number of ranks; default: of torch.distributed, or 1.
@@ -292,6 +305,21 @@ class MixtureSampler(_SeededSampler):
     The budget of a rank is the sum over all sources of size // num_replicas (rounded up without drop_last). The count
     of a source is round(p * budget); counts are then corrected by one, in descending order of p, until they sum to the
     budget. A source with fewer samples than its count repeats them.
+
+    Example:
+        ```python
+        import torch
+        from torch.utils.data import TensorDataset
+
+        from exactdata import MixtureDataset, MixtureSampler, StatefulDataLoader
+
+        code, prose = (TensorDataset(torch.arange(n)) for n in (90, 30))
+        data = MixtureDataset([code, prose], ["code", "prose"])
+        sampler = MixtureSampler(data.cumulative_sizes, weights=[1, 2], num_replicas=1, rank=0)
+        print(sampler.counts)  # samples of each source in an epoch
+        for (sample,), source in StatefulDataLoader(data, batch_size=8, sampler=sampler):
+            print(sample.tolist(), source.tolist())
+        ```
 
     Args:
         cumulative_sizes: `MixtureDataset.cumulative_sizes`: [0, n_0, n_0 + n_1, ...].

@@ -18,6 +18,19 @@ class SavedDataset(Dataset[dict[str, Any]]):
     `datasets.load_from_disk` alone returns lists if the dataset was saved without a format, and has no fingerprint that
     a resume could compare.
 
+    Example:
+        ```python
+        import datasets
+
+        from exactdata import StatefulDataLoader
+        from exactdata.saved_dataset import SavedDataset
+
+        datasets.Dataset.from_dict({"x": [0.0, 1.0, 2.0, 3.0], "y": [0, 1, 0, 1]}).save_to_disk("saved")
+        data = SavedDataset("saved", columns=["x"])
+        for batch in StatefulDataLoader(data, batch_size=2, shuffle=True):
+            print(batch["x"])
+        ```
+
     Args:
         path: the directory; for a `DatasetDict` the directory of one split, such as `saved/train`.
         columns: which columns a row has; None: all.

@@ -23,6 +23,20 @@ class TokenShards(TokenDataset):
     A sample never crosses from one shard into the next, so up to sequence_length tokens at the end of a shard are
     unused.
 
+    Example:
+        ```python
+        import numpy as np
+
+        from exactdata import StatefulDataLoader
+        from exactdata.shards import TokenShards
+
+        for number in range(2):
+            np.save(f"shard-{number}.npy", np.arange(1000, dtype=np.uint16))
+        data = TokenShards("shard-*.npy", sequence_length=64, vocab_size=1000, shards=2)
+        loader = StatefulDataLoader(data, batch_size=4, shuffle=True)
+        print(len(data), next(iter(loader))["input_ids"].shape)
+        ```
+
     Args:
         paths: a file, a folder, a glob, or a list of them. Shards are in the order of the list, sorted by name within
             a folder or glob.

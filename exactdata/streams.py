@@ -24,6 +24,26 @@ class ShardedStream(IterableDataset[Any]):
     A state also holds a digest of the units in their order, with the sizes of the files that they name. A resume within
     an epoch refuses another order, and a file that was replaced, grew or shrank. The files may be in another directory.
 
+    Example:
+        ```python
+        from exactdata import ShardedStream, StatefulDataLoader
+
+        class Lines(ShardedStream):
+            def units(self):
+                return [["a", "b", "c"], ["d", "e"], ["f", "g", "h"]]  # usually files
+
+            def read(self, unit, position):
+                for number in range(position or 0, len(unit)):
+                    yield unit[number], number + 1  # the sample, and the position after it
+
+        loader = StatefulDataLoader(Lines(), batch_size=2)
+        first = next(iter(loader))
+        state = loader.state_dict()
+        resumed = StatefulDataLoader(Lines(), batch_size=2)
+        resumed.load_state_dict(state)
+        print(first, list(resumed))
+        ```
+
     Attributes:
         epoch: the loader's epoch, from 0; without a loader, how many times this shard has come to the end.
     """

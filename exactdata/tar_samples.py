@@ -35,6 +35,23 @@ class TarSamples(Dataset[Any]):
     A sample is a dict, `{"__key__": "train/0001", "jpg": bytes, "cls": bytes}`: extensions are in lower case. Members
     without an extension are left out. The headers of a file are read once, into an index in the cache.
 
+    Example:
+        ```python
+        import tarfile
+        from pathlib import Path
+
+        from exactdata import StatefulDataLoader
+        from exactdata.tar_samples import TarSamples
+
+        with tarfile.open("train.tar", "w") as tar:
+            for number in range(8):
+                Path(f"{number:04d}.cls").write_text(str(number % 2))
+                tar.add(f"{number:04d}.cls")
+        data = TarSamples("train.tar", decode=lambda sample: int(sample["cls"]))
+        loader = StatefulDataLoader(data, batch_size=4, shuffle=True)
+        print([batch.tolist() for batch in loader])
+        ```
+
     Args:
         paths: a file, a folder (of `*.tar`), a glob, or a list of them.
         decode: called with each dict, returns the sample; None: the dict is the sample.

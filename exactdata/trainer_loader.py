@@ -58,6 +58,26 @@ class TrainerLoader:
     global batch or other weights. A pass of the trainer is a range of the order: pass e ends at position (e + 1) *
     epoch_samples, with a smaller last batch if necessary.
 
+    Example:
+        ```python
+        import torch
+        from torch.utils.data import TensorDataset
+
+        from exactdata import TrainerLoader
+
+        sources = {"code": TensorDataset(torch.arange(90)), "prose": TensorDataset(torch.arange(30))}
+        options = {"weights": {"code": 2, "prose": 1}, "epoch_samples": 40, "seed": 1}
+        loader = TrainerLoader(sources, global_batch_size=8, **options)
+        for step, batch in enumerate(loader):  # one pass of 40 samples
+            if step == 1:
+                break
+        state = loader.state_dict()  # save it on any rank
+
+        resumed = TrainerLoader(sources, global_batch_size=4, **options)  # another batch size
+        resumed.load_state_dict(state)
+        assert sum(len(source) for _, source in resumed) == 40 - 16  # the rest of the pass
+        ```
+
     Args:
         dataset: a map-style dataset, a MixtureDataset, or a dict of map-style datasets by name, which are mixed.
         weights: by source name, or one per source; None: in proportion to the sizes of the sources.
@@ -292,6 +312,18 @@ def committed_batches(
 
     Batches are counted when they are committed: in a step with n replicas, replica i trains on batch `committed + i`. A
     step that is not committed is repeated with the same batches. Nothing is fetched ahead.
+
+    Example:
+        ```python
+        from exactdata import ElasticSampler, committed_batches
+
+        data = list(range(20))
+        sampler = ElasticSampler({"data": 20}, [1], global_batch_size=4, samples=12)
+        committed = 0
+        for batch in committed_batches(sampler, data, 4, lambda: (committed, 0)):
+            print(batch.tolist())
+            committed += 1  # leave it unchanged to repeat the batch
+        ```
 
     Args:
         sampler: the order. Its ranks and position have no effect. Its `samples` end the iteration.

@@ -40,6 +40,21 @@ class Documents(Dataset[Batch]):
     - `position_ids`: int64, counted from 0 in each piece of a document;
     - `document_ids`: int64, the number of the document in this source; -1 at padding.
 
+    Example:
+        ```python
+        import json
+
+        from exactdata import StatefulDataLoader
+        from exactdata.documents.dataset import Documents
+
+        with open("texts.jsonl", "w") as file:
+            for words in range(1, 40):
+                print(json.dumps({"text": "word " * words}), file=file)
+        data = Documents("texts.jsonl", sequence_length=64, tokenizer="bytes")
+        batch = next(iter(StatefulDataLoader(data, batch_size=2)))
+        print(len(data), {key: tuple(value.shape) for key, value in batch.items()})
+        ```
+
     Args:
         paths: files (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow of `datasets`, .txt), folders, globs, or a list.
         sequence_length: T, at least 1.

@@ -47,6 +47,24 @@ class StatefulDataLoader(DataLoader[T_co]):
 
     It never moves the global random generators; see `exactdata.loading.seeds`.
 
+    Example:
+        ```python
+        import torch
+        from torch.utils.data import TensorDataset
+
+        from exactdata import StatefulDataLoader
+
+        data = TensorDataset(torch.arange(10))
+        loader = StatefulDataLoader(data, batch_size=4, shuffle=True)
+        first = next(iter(loader))
+        state = loader.state_dict()  # after the first batch
+
+        resumed = StatefulDataLoader(data, batch_size=4, shuffle=True)
+        resumed.load_state_dict(state)
+        rest = list(resumed)  # the second and third batch
+        assert sorted(torch.cat([batch[0] for batch in [first, *rest]]).tolist()) == list(range(10))
+        ```
+
     Args:
         dataset: map-style, or an IterableDataset. `exactdata.loading.fetch` lists the methods that make it fast.
         batch_size: samples per batch; None: samples are not batched. This and the arguments not listed here are

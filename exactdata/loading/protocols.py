@@ -125,6 +125,20 @@ def shard() -> tuple[int, int]:
 
     An iterable dataset that yields every `number`-th item, starting at item `index`, is split without overlap.
     Worker `w` of `W` of rank `r` reads shard `r * W + w`. Outside a worker process, a rank is one shard.
+
+    Example:
+        ```python
+        from torch.utils.data import IterableDataset
+
+        from exactdata import StatefulDataLoader, shard
+
+        class Numbers(IterableDataset):
+            def __iter__(self):
+                index, number = shard()
+                yield from range(index, 12, number)
+
+        print([batch.tolist() for batch in StatefulDataLoader(Numbers(), batch_size=3, num_workers=2)])
+        ```
     """
     from torch.utils.data import get_worker_info
 

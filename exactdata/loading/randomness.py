@@ -43,6 +43,20 @@ def sample_rng(at: int | None = None) -> np.random.Generator:
     that has no `sample_keys`, the key is a hash of the epoch's seed and the dataset index. Every call for the same
     sample starts the same random stream: call it once per sample.
 
+    Example:
+        ```python
+        from exactdata import StatefulDataLoader, sample_rng
+
+        class Noisy:
+            def __len__(self):
+                return 8
+
+            def __getitem__(self, index):
+                return index + sample_rng().normal(0, 0.1)  # the same on any number of workers
+
+        print([batch.tolist() for batch in StatefulDataLoader(Noisy(), batch_size=4)])
+        ```
+
     Args:
         at: index of the sample within the batch, needed in a dataset's `__getitems__`; not needed in `__getitem__`.
 
