@@ -205,7 +205,7 @@ def first_fit(sizes: I64) -> int:
 
 
 def batches(corpus: Path, tokenizer: Path, root: Path) -> None:
-    """Compare batches of random rows with those of memory-mapped rows of the same size."""
+    """Compare batches of random rows with batches of memory-mapped rows of the same size."""
     found = table("documents-batches", f"a batch of {BATCH} random rows of {T:,} tokens")
     packed = Documents(corpus, T, tokenizer=tokenizer, cache_dir=root / "cache0")
     every = packed.__getitems__(range(len(packed)))

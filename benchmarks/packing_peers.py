@@ -54,7 +54,7 @@ def tokenizer(folder: Path) -> Any:
 
 
 def line(text: object, **more: object) -> bytes:
-    """Return a JSON line with `text` and what peers want beside it: an id, and the name of a set."""
+    """Return a JSON line with `text` and the further fields that peers need: an id, and the name of a set."""
     return json.dumps({"text": text, "id": "x", "meta": {"redpajama_set_name": "x"}, **more}).encode() + b"\n"
 
 

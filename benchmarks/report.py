@@ -1,7 +1,7 @@
 """Time a report of 1,000 runs of 1,000 steps, and of one run of 1,000,000, against orjson over the same files.
 
 The files are as a mixture of two sources writes them. The whole command is timed, from the start of Python to the page,
-beside a process that only parses every line of the same files, in turns.
+in turns with a process that only parses every line of the same files.
 """
 
 from __future__ import annotations

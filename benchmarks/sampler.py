@@ -5,19 +5,19 @@ python -m benchmarks.sampler --large      # up to 10^8 (5 GB for torch's sampler
 python -m benchmarks.sampler --only start micro-batches
 PEERS=/path/to/site-packages python -m benchmarks.sampler    # with torchdata, mosaicml-streaming, grain
 
-What is compared runs in turns in one process; a time is the median over the turns, a ratio the median of the ratios of
-the turns. A sampler is that of one of 8 ranks unless it says otherwise.
+All sides of a comparison run in turns in one process. A time is the median over the turns, a ratio the median of the
+ratios of the turns. A sampler is of one of 8 ranks unless stated otherwise.
 
 - start: until the first index, of an epoch that has to be drawn. Memory is the most that numpy and Python held.
 - mixture: MixtureSampler's start against drawing the permutations that its order is made of.
 - micro-batches: ElasticSampler's next batch as a loader draws it, over several blocks of those that it looks up at
   once, across segments and excluded ranges; the peer is torch's BatchSampler of its DistributedSampler.
 - elastic: until the first batch of 32, new and at 99 % of the samples.
-- index: one of a batch that is looked up by itself.
+- index: one index of a batch that is looked up separately.
 - peers: until the first index, and one of 24,576 that follow, of whatever library can be imported.
 - changes: ElasticSampler with 1,000 excluded ranges, kept samples or segments, from what the user writes to the
   sampler; an index of the batches of 256 that follow.
-- ledger: its state after so many steps that it is as large as it gets, and loading it with what it verifies then.
+- ledger: its state after so many steps that it is as large as it gets, and loading it with its verification.
 """
 
 from __future__ import annotations

@@ -268,7 +268,7 @@ class TokenDataset(Dataset[Batch]):
 
 
 class MixtureDataset(Dataset[Any]):
-    """Concatenates named sources: index i of the mixture is index i - cumulative_sizes[s] of source s.
+    """Concatenate named sources: index i of the mixture is index i - cumulative_sizes[s] of source s.
 
     A sample that is a dict gets `dataset_idx`, the number of its source; any other sample becomes
     (sample, dataset_idx). If every source is collated, so is the mixture: a batch is gathered source by source and

@@ -149,7 +149,7 @@ class ElasticIterator(Iterator[Any]):
 
 
 class ElasticSampler:
-    """Yields indices into the MixtureDataset of the sources, in an order that does not depend on ranks or batches.
+    """Sample indices into the MixtureDataset of the sources, in an order that does not depend on ranks or batches.
 
     Memory and start-up cost do not depend on the number of samples. Any position can be looked up directly.
 
@@ -547,7 +547,7 @@ class ElasticSampler:
     def _fixed_state(self) -> tuple[dict[str, Any], str]:
         """Return the part of a state that is the same at all samples, and its digest, made once for each order.
 
-        The order is packed into one text, without its segments if they are those of the plan. A state then costs the
+        The order is packed into one text, without its segments if they equal the plan's. A state then costs the
         same for any number of segments, and changing one state cannot change another.
         """
         if self._fixed is None or self._fixed[0] is not self.order:
@@ -600,7 +600,7 @@ class ElasticSampler:
         self._adopt(state)
 
     def changes_from(self, state: Mapping[str, Any]) -> list[str]:
-        """List the differences between this sampler's plan and that of an `opened_state`, one message each."""
+        """List the differences between the plans of this sampler and of an `opened_state`, one message each."""
         known = set(state["sizes"]) - set(state["retired"])
         changes = [f"source {name!r} is new" for name in self.sizes if name not in known]
         changes += [f"source {name!r} is retired" for name in sorted(known) if name not in self.sizes]

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 class UserError(Exception):
     """An error that the user can fix: one line, which a command prints without a traceback.
 
-    The message names the value, what is allowed, and the remedy.
+    The message names the value, the allowed values, and the remedy.
     """
 
     status = 2

@@ -165,7 +165,7 @@ class _SeededSampler(EpochSampler, ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the epoch. The rank remains that of this process.
+        """Restore the epoch. The rank stays the rank of this process.
 
         Weights may differ from those in the state from the start of an epoch on. If they differ within the epoch, the
         next iteration with a skip raises an error.
@@ -233,9 +233,9 @@ class _SeededSampler(EpochSampler, ABC):
 
 
 class DistributedSampler(_SeededSampler):
-    """Shuffles a dataset with seed + epoch; rank r takes every num_replicas-th sample, starting with the r-th.
+    """Shuffle a dataset with seed + epoch; rank r takes every num_replicas-th sample, starting with the r-th.
 
-    The sequence is that of torch.utils.data.DistributedSampler with the same arguments.
+    The sequence is the same as of torch.utils.data.DistributedSampler with the same arguments.
 
     Example:
         ```python
@@ -252,10 +252,10 @@ class DistributedSampler(_SeededSampler):
 
     Args:
         dataset: anything with a length.
-        num_replicas: number of ranks; default: of torch.distributed, or 1.
-        rank: this rank; default: of torch.distributed, or 0.
+        num_replicas: number of ranks; None: the world size of torch.distributed, or 1.
+        rank: this rank; None: the rank in torch.distributed, or 0.
         shuffle: False keeps the order of the dataset.
-        seed: of the shuffle; the epoch is added to it.
+        seed: seed of the shuffle; the epoch is added to it.
         drop_last: truncate the epoch to a multiple of num_replicas; False pads it by wrapping around.
 
     Raises:
@@ -300,7 +300,7 @@ class DistributedSampler(_SeededSampler):
 
 
 class MixtureSampler(_SeededSampler):
-    """Draws each epoch from several sources, with shares p proportional to w^(1/T).
+    """Draw each epoch from several sources, with shares p proportional to w^(1/T).
 
     The budget of a rank is the sum over all sources of size // num_replicas (rounded up without drop_last). The count
     of a source is round(p * budget); counts are then corrected by one, in descending order of p, until they sum to the
@@ -324,10 +324,10 @@ class MixtureSampler(_SeededSampler):
     Args:
         cumulative_sizes: `MixtureDataset.cumulative_sizes`: [0, n_0, n_0 + n_1, ...].
         weights: w, one per source; 0 leaves a source out at any temperature.
-        num_replicas: number of ranks; default: of torch.distributed, or 1.
-        rank: this rank; default: of torch.distributed, or 0.
+        num_replicas: number of ranks; None: the world size of torch.distributed, or 1.
+        rank: this rank; None: the rank in torch.distributed, or 0.
         shuffle: False keeps the order of the sources and of their samples.
-        seed: of the shuffle; the epoch is added to it.
+        seed: seed of the shuffle; the epoch is added to it.
         drop_last: truncate each source to a multiple of num_replicas; False pads it by wrapping around.
         temperature: T; above 1 evens the mixture out, below 1 sharpens it.
 

@@ -52,7 +52,7 @@ class _Placed(ElasticSampler):
 
 
 class TrainerLoader:
-    """Yields the batches of this rank, pass after pass, in one order for any number of ranks, workers and batches.
+    """Yield the batches of this rank, pass after pass, in one order for any number of ranks, workers and batches.
 
     Every sample comes exactly once in each epoch of its source, even if the run continues with other ranks, another
     global batch or other weights. A pass of the trainer is a range of the order: pass e ends at position (e + 1) *

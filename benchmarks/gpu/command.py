@@ -117,7 +117,7 @@ def run(parts: list[str], out: Path, seconds: float, folder: Path | None) -> int
 
 
 def ended(part: str, file: Path, seconds: float) -> str:
-    """Run a part in a process of its own, and kill what it leaves behind; return how it failed, or nothing."""
+    """Run a part in a separate process and kill its leftover processes; return how it failed, or nothing."""
     command = [sys.executable, "-m", "benchmarks.gpu.process", part, str(file)]
     # DDP advises against a search that the runner has a reason for.
     environment = processes.bound({**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"})

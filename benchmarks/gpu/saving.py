@@ -202,7 +202,7 @@ def stall(folder: Path) -> None:
 def peak_of(folder: Path, name: str, make: Callable[[], nn.Module] = SIZE.model, save: bool = False) -> tuple[int, int]:
     """Return the peak memory of a few steps and the bytes of model, gradients and optimizer.
 
-    On a CPU the peak is that of this process so far.
+    On a CPU, it is the peak of this process so far.
     """
     sizes.free()
     if sizes.ON_GPU:

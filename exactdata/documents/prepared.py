@@ -202,7 +202,7 @@ class Index:
         return len(self.held)
 
     def report(self) -> dict[str, Any]:
-        """Return what the preparation found: counts, lengths, and what was dropped and why."""
+        """Return the findings of the preparation: counts, lengths, and reasons why documents were dropped."""
         report: dict[str, Any] = read_json(self.store.index / "report.json")
         return report
 

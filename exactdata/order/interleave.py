@@ -44,7 +44,7 @@ _C1, _C2 = np.uint64(0x9FB21C651E98DF25), np.uint64(0xD6E8FEB86659FD93)
 
 @dataclass(frozen=True)
 class _Nodes:
-    """How inner nodes split their samples. Fields are scalars for one node, or arrays over nodes or samples."""
+    """The splits at inner nodes. Fields are scalars for one node, or arrays over nodes or samples."""
 
     step: np.uint64 | U64  # points per pair of slots, 2 f <= 1, times 2^62
     key: np.uint64 | U64

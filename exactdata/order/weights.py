@@ -17,7 +17,7 @@ Weights = Mapping[str, float] | Sequence[float]
 
 
 class SamplerError(UserError, ValueError):
-    """Invalid arguments of a sampler. The message states the value, what is allowed and the remedy."""
+    """Invalid arguments of a sampler. The message states the value, the allowed values and the remedy."""
 
 
 class SamplerStateError(UserError, ValueError):
