@@ -108,7 +108,7 @@ def for_workers(state: State, dataset: Any, ranks: tuple[int, int], workers: int
     if before == now:
         return list(saved[first : first + workers]), True
     if not _can_redistribute(dataset):
-        raise LoaderStateError(f"{shape}, or make the dataset a exactdata.ShardedStream, which can be dealt out anew")
+        raise LoaderStateError(f"{shape}, or make the dataset an exactdata.ShardedStream, which can be dealt out anew")
     return [{"redistribute": list(saved)}] * workers, True
 
 
