@@ -1,1 +1,1 @@
-"""What a run directory contains: paths, the lease, the attempt log, the code's provenance, submitted jobs."""
+"""Read and write a run directory: paths, lease, attempt log, provenance of the code, submitted jobs."""

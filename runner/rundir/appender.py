@@ -1,18 +1,18 @@
-"""Which process may still append to metrics.jsonl and timings.jsonl, so that an attempt knows what it may do to them.
+"""Track which process may append to metrics.jsonl and timings.jsonl, so that a new attempt can safely truncate them.
 
-Nothing stops a process that was stopped in the middle of a write: when it wakes, the write happens, in the file that it
-has open. So an attempt may only truncate these files, and append to them, if no other process can have them open for
-writing; otherwise it puts copies in their place. Whoever opens them announces itself here before it changes a byte, and
-withdraws that once it has closed them. All announcements are behind the fence, in this order:
+A process that is suspended in the middle of a write completes the write when it wakes, in the file that it has open. So
+an attempt may truncate these files and append to them only if no other process can have them open for writing.
+Otherwise it puts copies in their place. A process that opens the files announces that here before it changes a byte,
+and withdraws the announcement after it has closed them. All announcements are behind the fence, in this order:
 
 1. open the files (or copies, which take their names), without changing them;
 2. `announce`, which fails if a newer attempt has acquired the lease;
 3. truncate and append;
 4. close, `withdraw`.
 
-A process stopped between 1 and 2 fails there when it wakes, having changed nothing. One stopped later is found here by
-its successor. What a process did before that, an older one than the last, does not matter: the last one would have put
-copies in their place, had it not been over.
+A process suspended between 1 and 2 fails at 2 when it wakes, having changed nothing. Its successor finds the
+announcement of a process suspended later. Only the last announcement matters: unless all earlier processes were over,
+the last one has put copies in place of their files.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from runner.system import files, processes
 
 
 def nobody_appends(run: RunDir) -> bool:
-    """Whether it is certain, without any heartbeat or clock, that no process can change the records any more.
+    """Return whether it is certain, without a heartbeat or clock, that no process can still change the records.
 
-    Either the last one has closed them; or it was killed on this machine, in this boot. Of one that was killed on
-    another machine nobody can tell for certain; and what it wrote may still be on its way to a network file system.
+    It is certain if the last process has closed them, or was killed on this machine in this boot. The death of a
+    process on another machine is never certain, and its writes may still be on their way to a network file system.
 
     Raises:
         OSError: the announcement cannot be read.
     """
-    if run.guard is None:  # there is no lease, by which it could be told
+    if run.guard is None:  # without a lease it cannot be known
         return False
     last, own = files.read_object(run.appender), processes.this_process()
     if last.get("open") is False:
@@ -44,7 +44,7 @@ def nobody_appends(run: RunDir) -> bool:
 
 
 def announce(run: RunDir) -> None:
-    """From here on this process may change the records, until it withdraws.
+    """Announce that this process may change the records, until it calls `withdraw`.
 
     Raises:
         SupersededError: a newer attempt holds the lease; the records must not be touched.
@@ -54,7 +54,7 @@ def announce(run: RunDir) -> None:
 
 
 def withdraw(run: RunDir) -> None:
-    """This process has closed the records; or it has just made them, and never had them open.
+    """Record that this process has closed the records, or has just created them and never had them open.
 
     Raises:
         SupersededError: a newer attempt holds the lease.
@@ -64,10 +64,9 @@ def withdraw(run: RunDir) -> None:
 
 
 def detach(run: RunDir) -> None:
-    """Put copies in the place of the records if another process may have them open, such as one that is stopped.
+    """Replace the records with copies if another process may have them open, such as a suspended one.
 
-    Whoever moves or packs a run leaves its records closed, as an attempt does that ends: a process that wakes up writes
-    to files without a name.
+    Commands that move or pack a run call this. A process that wakes up then writes to files without a name.
 
     Raises:
         SupersededError: a newer process holds the lease.
@@ -85,5 +84,5 @@ def detach(run: RunDir) -> None:
 def _write(run: RunDir, is_open: bool, durable: bool) -> None:
     if run.guard is not None:
         content = {"open": is_open, **processes.this_process()}
-        run.make_dirs(run.appender.parent)  # of a branch that was never started there is none yet
+        run.make_dirs(run.appender.parent)  # missing in a branch that was never started
         files.write_json(run.appender, content, durable=durable, guard=run.guard)

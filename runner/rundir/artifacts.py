@@ -1,4 +1,4 @@
-"""The images and texts of a run: files that its callbacks logged, each named after its step.
+"""List and read the images and texts that a run's callbacks logged, each file named after its step.
 
 Imports no torch, hydra or numpy.
 """
@@ -23,9 +23,9 @@ class Artifact:
     """An image or a text that a callback logged.
 
     Attributes:
-        name: as it was logged, such as `samples/first`.
+        name: the name under which it was logged, such as `samples/first`.
         step: completed steps.
-        path: its file.
+        path: the file.
         size: in bytes.
     """
 
@@ -36,7 +36,7 @@ class Artifact:
 
     @property
     def is_image(self) -> bool:
-        """Tell an image (PNG) from a text."""
+        """Return True for an image (PNG), False for a text."""
         return self.path.suffix == ".png"
 
     def read(self) -> bytes:
@@ -63,7 +63,7 @@ def artifacts(run: RunDir) -> list[Artifact]:
         for name in names:
             path = Path(folder, name)
             match = _FILE.fullmatch(path.relative_to(run.artifacts).as_posix())
-            with suppress(OSError):  # removed meanwhile
+            with suppress(OSError):  # removed since the listing
                 status = files.lstat(path)
                 if match and stat.S_ISREG(status.st_mode):
                     found.append(Artifact(match[1], int(match[2]), path, status.st_size))

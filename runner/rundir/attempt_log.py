@@ -1,6 +1,6 @@
-"""The attempt log of a run: attempt.json, attempts.jsonl, status.json and the completion mark.
+"""Read and write the attempt log of a run: attempt.json, attempts.jsonl, status.json and the completion mark.
 
-An attempt that is killed cannot record how it ended; the next one does it. Nothing here imports torch, hydra or numpy.
+A killed attempt cannot record its end; the next attempt does. Nothing here imports torch, hydra or numpy.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from runner.system import clock, files, processes
 T = TypeVar("T")
 
 TITLE = re.compile(rb"attempt \d+ on ")
-"""How `AttemptLog.title` begins, which a run prints first, and by which `runner logs` finds its last attempt."""
+"""The beginning of `AttemptLog.title`, which a run prints first, and by which `runner logs` finds the last attempt."""
 
-# Causes that are not the run's own failure: it was asked to stop, or its machine was needed for something else.
-PAUSED = "paused"  # a search has trained it to one of its rungs, and may go on with it
+# Causes that are not the run's failure: it was asked to stop, or its machine was needed for something else.
+PAUSED = "paused"  # a search has trained it to a rung, and may resume it
 DIVERGED = "diverged"  # the loss is nan or infinite
 UNSAVED = "unsaved"  # the file system refused to take the last state
 HARMLESS = frozenset({"finished", PAUSED, "preempted", "requeued", "cancelled", "interrupted"})
@@ -42,10 +42,10 @@ OUT_OF_TIME = (TIME_LIMIT, TIMEOUTS)
 BETWEEN_STEPS = (ExitStatus.FINISHED, ExitStatus.INTERRUPTED)  # exit statuses of attempts that ended after a save
 UPDATE_INTERVAL_S = 2.0
 MAX_WARNINGS = 10
-# A record that a run needs is tried this often, with this pause, before its attempt fails.
+# Tries to write a record that a run needs, and the pause between them, before its attempt fails.
 WRITE_TRIES, WRITE_PAUSE_S = 3, 0.5
 
-# The state of a run after an attempt that ended for this cause; any other cause: failed.
+# The state of a run after an attempt, by the attempt's cause; `failed` after any other cause.
 STATE_AFTER = {
     "finished": "finished",
     PAUSED: PAUSED,
@@ -61,7 +61,7 @@ STATE_AFTER = {
 
 
 def last_record(run: RunDir) -> dict[str, Any]:
-    """The record of the last step in metrics.jsonl; empty if there is none."""
+    """Return the record of the last step in metrics.jsonl; empty if there is none."""
     try:
         file = files.open_regular(run.metrics)
     except FileNotFoundError:
@@ -76,18 +76,18 @@ def last_record(run: RunDir) -> dict[str, Any]:
 
 
 def last_step(run: RunDir) -> int:
-    """The last step in metrics.jsonl; 0 if there is none."""
+    """Return the last step in metrics.jsonl; 0 if there is none."""
     return int(last_record(run).get("step", 0))
 
 
 @dataclass(frozen=True)
 class Finish:
-    """How far a run has finished, by its completion mark.
+    """How far a run has finished, according to its completion mark.
 
     Attributes:
-        steps: 0 if it has not.
-        epochs: of a run whose length is in epochs.
-        early: why it ended before its last step, with `reason`; None if it did not.
+        steps: the step at which it finished; 0 if it has not.
+        epochs: the same in epochs, if the run's length is in epochs.
+        early: an object with the `reason` why it ended before its last step; None if it did not.
     """
 
     steps: int = 0
@@ -96,7 +96,7 @@ class Finish:
 
     @staticmethod
     def of(run: RunDir) -> Finish:
-        """Read the mark of a run.
+        """Read the completion mark of a run.
 
         Raises:
             OSError: it cannot be read.
@@ -110,14 +110,14 @@ class Finish:
         )
 
     def covers(self, steps: int | None, epochs: float | None) -> bool:
-        """Whether the run has finished at `steps` steps or later; if those are not known, at `epochs` epochs."""
+        """Check whether the run finished at `steps` steps or later; if `steps` is None, at `epochs` epochs."""
         if steps is not None:
             return self.steps >= steps
         return self.steps > 0 and self.epochs is not None and epochs is not None and self.epochs >= epochs
 
 
 def ended_attempts(run: RunDir) -> list[dict[str, Any]]:
-    """The lines of attempts.jsonl, without any that a disk error or an edit has made invalid."""
+    """Read the lines of attempts.jsonl, without any that a disk error or an edit has made invalid."""
     return [line for line in files.read_lines(run.attempts, limit=files.MAX_RECORD_BYTES) if _is_ended(line)]
 
 
@@ -129,9 +129,9 @@ def _is_ended(line: Any) -> bool:
 
 
 def status_of(run: RunDir) -> dict[str, Any]:
-    """The content of status.json, or if it is missing or broken, what the other records show. Empty if not started.
+    """Read status.json; if it is missing or broken, derive the status from the other records. Empty if not started.
 
-    What they show of an attempt's end replaces what it says, too: the disk may have refused it in status.json alone.
+    The records also replace the status of an attempt whose end they show: the disk may have refused only status.json.
     """
     status = files.read_object(run.status)
     if status and (status.get("state") != "running" or files.read_object(run.attempt)):
@@ -145,7 +145,7 @@ def status_of(run: RunDir) -> dict[str, Any]:
 
 
 def incomplete_records(run: RunDir, steps: int) -> str | None:
-    """What the records of a run lack that is marked as finished at `steps` steps, and how to get it back; or None."""
+    """Explain which step records a run finished at `steps` lacks, and how to restore them; None if it lacks none."""
     last = last_step(run)
     if last >= steps:
         return None
@@ -159,7 +159,7 @@ def _status_from_records(run: RunDir) -> dict[str, Any]:
     ended = ended_attempts(run)
     current = files.read_object(run.attempt)
     if current.get("attempt") in [line["attempt"] for line in ended]:
-        current = {}  # it ended, and was killed while it recorded that
+        current = {}  # it was killed while it recorded its end
     finished = Finish.of(run).steps
     if not (ended or current or finished):
         return {}
@@ -183,10 +183,10 @@ def _steps_lost(attempts: list[dict[str, Any]]) -> int:
 
 
 def check_latest(run: RunDir, job: Mapping[str, Any]) -> None:
-    """Whether no later start of `job` has made an attempt yet; under the lease, which others may have held since.
+    """Check that no later start of `job` has made an attempt. Call under the lease, which others may have held before.
 
     Raises:
-        SupersededError: one has.
+        SupersededError: a later start has made an attempt.
         OSError: the records cannot be read.
     """
     for record in (*ended_attempts(run), files.read_object(run.attempt)):
@@ -195,7 +195,7 @@ def check_latest(run: RunDir, job: Mapping[str, Any]) -> None:
 
 
 def _without_progress(attempts: list[dict[str, Any]], job: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The latest consecutive attempts of this job that failed without a new checkpoint, newest first."""
+    """Return the latest consecutive attempts of a job that failed without a new checkpoint, newest first."""
 
     def stuck(attempt: dict[str, Any]) -> bool:
         gained = (attempt.get("checkpoint_step") or 0) - (attempt.get("start_step") or 0)
@@ -212,12 +212,12 @@ def _timeouts(attempts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 class AttemptLog:
     """The log of one attempt, on rank 0; a superseded process changes nothing in it.
 
-    Methods that write raise SupersededError once a newer process holds the lease. What a full or failing disk refuses
-    is kept in memory and written with the next update; only at the end of the attempt is it an error.
+    Methods that write raise SupersededError once a newer process holds the lease. Records that a full or failing disk
+    refuses are kept in memory and written with the next update. Only at the end of the attempt is that an error.
     """
 
     run: RunDir  # with its guard
-    total: int | None  # None until the data show how many steps the epochs have
+    total: int | None  # None until the data determine the steps of the epochs
     earlier: list[dict[str, Any]]
     record: dict[str, Any] = field(default_factory=dict)
     status: dict[str, Any] = field(default_factory=dict)
@@ -225,13 +225,13 @@ class AttemptLog:
     lost_records: str | None = None  # why metrics of this attempt are not on the disk, if they could not be written
     auto_restarts: bool = False  # the scheduler restarts the job, where otherwise a person reruns the command
     account: TimeAccount = field(default_factory=TimeAccount)
-    _kept: bytes = b""  # the lines of earlier attempts, as they were found
+    _kept: bytes = b""  # the lines of earlier attempts, unchanged
     _closed: list[dict[str, Any]] = field(default_factory=list)  # the lines after them
     _unwritten: set[Path] = field(default_factory=set)
     _updated: float = float("-inf")
 
     def __post_init__(self) -> None:
-        # `note` and `warn` are called from threads as well: what they replace and write, one of them does at a time.
+        # `note` and `warn` are called from several threads. The lock lets one at a time replace and write records.
         self._lock = threading.RLock()
 
     @staticmethod
@@ -243,23 +243,23 @@ class AttemptLog:
         account: TimeAccount | None = None,
         last_sign: Mapping[str, Any] = MappingProxyType({}),
     ) -> AttemptLog:
-        """Close the entry of an attempt that was killed, if there is one, and open this attempt's.
+        """Close the entry of a killed attempt, if there is one, and open an entry for this attempt.
 
         Args:
             run: the run directory, with the guard of its lease, which must be held.
             identity: job_id, submission, restart_count, host and node of this attempt.
             total: the number of steps to train to, if it is known.
-            explain: the likely cause of the end of an attempt that did not record it, from its record.
-            account: of this attempt's time; one that begins now by default.
-            last_sign: what the last attempt that set its heartbeat left there, see `sign`.
+            explain: returns the likely cause of an attempt's end that was not recorded, from the attempt's record.
+            account: the account of this attempt's time; a new one by default.
+            last_sign: the object in the last heartbeat that an attempt wrote, see `sign`.
 
         Raises:
             SupersededError: a newer process holds the lease.
             OSError: the records of earlier attempts cannot be read.
         """
         account = account or TimeAccount()
-        with suppress(OSError):  # there is none yet, or the disk is read-only
-            files.look_anew(run.checkpoints)  # another machine may have committed the newest one
+        with suppress(OSError):  # missing, or the disk is read-only
+            files.look_anew(run.checkpoints)  # another machine may have committed the newest checkpoint
         log = AttemptLog(run, total, ended_attempts(run), account=account, _kept=_lines(run.attempts))
         left = files.read_object(run.attempt)
         if isinstance(left.get("attempt"), int) and left["attempt"] not in [line["attempt"] for line in log.earlier]:
@@ -289,18 +289,19 @@ class AttemptLog:
 
     @property
     def ranks_before(self) -> int | None:
-        """The number of ranks of the last attempt, if there was one and it recorded that."""
+        """Return the number of ranks of the last attempt, if there was one that recorded it."""
         ranks = self.earlier[-1].get("ranks") if self.earlier else None
         return ranks if isinstance(ranks, int) else None
 
     def check_budgets(self, max_timeouts: int | None = None) -> None:
-        """Stop a job that is restarted again and again without progress. From the records, at the start of an attempt.
+        """Stop a job that is restarted repeatedly without progress. Call at the start of an attempt.
 
         Args:
-            max_timeouts: the limit for time limits, which then do not count as other failures do; None: they do.
+            max_timeouts: how many time limits in a row are allowed. They are then not counted as failures; with None,
+                they are.
 
         Raises:
-            TimeoutsError: so many time limits in a row without a new checkpoint.
+            TimeoutsError: `max_timeouts` time limits in a row without a new checkpoint.
             CrashLoopError: three consecutive attempts of this job failed without a new checkpoint.
         """
         stuck = _without_progress(self.earlier, self.record)
@@ -316,11 +317,11 @@ class AttemptLog:
             )
 
     def check_timeouts(self, max_timeouts: int | None) -> None:
-        """At the end of an attempt that reached its time limit: may there be another one?
+        """Stop a job that reached its time limit too often. Call at the end of an attempt that did.
 
         Raises:
-            TimeoutsError: this one was the last of so many in a row without a new checkpoint.
-            FileError: the disk refuses a look at the checkpoints, again and again.
+            TimeoutsError: with this attempt, `max_timeouts` time limits in a row without a new checkpoint.
+            FileError: the checkpoints cannot be listed, at repeated tries.
         """
         if max_timeouts is None:
             return
@@ -338,12 +339,12 @@ class AttemptLog:
             )
 
     def resumed(self, step: int) -> None:
-        """Record the step at which this attempt resumes: below the newest checkpoint's if that one is corrupt."""
+        """Record the step at which this attempt resumes. It is below the newest checkpoint's if that is corrupt."""
         self.note(start_step=step, total=self.total)
         self.update(step=step, force=True)
 
     def note(self, **entries: Any) -> None:
-        """Put entries into this attempt's record at once, in case it is killed; from any thread, until it has ended."""
+        """Write entries into this attempt's record at once, in case it is killed. Callable from any thread."""
         with self._lock:
             if "ended" not in self.record:
                 self.record = {**self.record, **entries}
@@ -351,15 +352,15 @@ class AttemptLog:
                 self._flush()
 
     def warn(self, message: str) -> None:
-        """Show an error that training survives (a full disk, for example) in the status; from any thread."""
-        with self._lock, suppress(SupersededError):  # the training thread finds out by itself
+        """Show an error that training survives, such as a full disk, in the status. Any thread may call this."""
+        with self._lock, suppress(SupersededError):  # the training thread will notice, too
             self.warnings = [*self.warnings, message][-MAX_WARNINGS:]
             self.update(force=True)
 
     def update(self, force: bool = False, **entries: Any) -> None:
-        """Refresh status.json, unless that was done less than two seconds ago; `force`: at once.
+        """Refresh status.json, unless it was refreshed in the last two seconds; with `force`, at once.
 
-        Without fsync, so that training does not wait for the disk: after a power loss, the other records replace it.
+        Does not fsync, so that training does not wait for the disk. After a power loss, the other records replace it.
         """
         self.status.update({key: value for key, value in entries.items() if value is not None})
         now = clock.monotonic()
@@ -371,7 +372,7 @@ class AttemptLog:
             self._write_status()
 
     def sign(self) -> dict[str, Any]:
-        """What the heartbeat carries: if this attempt is killed, where its time went until then."""
+        """Return the object that the heartbeat carries. It shows where the time went if this attempt is killed."""
         return {"attempt": self.record["attempt"], "time": self.account.state()}
 
     def _write_status(self) -> None:
@@ -395,7 +396,7 @@ class AttemptLog:
 
     @property
     def step(self) -> int:
-        """The last step that this attempt completed, or its first one."""
+        """Return the last step that this attempt completed, or its first one."""
         return int(self.status.get("step") or self.record["start_step"])
 
     def announce_end(self, cause: str) -> None:
@@ -412,10 +413,10 @@ class AttemptLog:
             reason: the error, if it failed.
 
         Raises:
-            FileError: the disk refuses the entry, again and again.
+            FileError: the disk refuses the entry at every try.
         """
         why = {"reason": reason} if reason else {}
-        # Again as well: it looks at the checkpoints.
+        # `_close` lists the checkpoints, which may fail, too.
         insist(lambda: self._close(cause, status, self.step, self.account.state(), **why), self.run.attempts)
         insist(self._write_all, self.run.attempts)
         self.status.update(state=self._state_after(cause), cause=cause, **why)
@@ -428,11 +429,11 @@ class AttemptLog:
         return STATE_AFTER.get(cause, "failed")
 
     def _close(self, cause: str, status: int | None, end_step: int, time: Any, **entries: str) -> None:
-        """Close the entry that `record` is. `time`: the last state of its `TimeAccount`, if it is known."""
+        """Close the entry in `record`. `time` is the last state of its `TimeAccount`, if known."""
         saved = self.run.newest_step()
         boundary = end_step if status in BETWEEN_STEPS else None
         with self._lock:
-            record = self.record  # a thread may have replaced it until here
+            record = self.record  # only under the lock: a thread may replace it
             record.update(
                 ended=clock.wall(),
                 end_step=end_step,
@@ -450,7 +451,7 @@ class AttemptLog:
             self._flush()
 
     def _flush(self) -> None:
-        """Write what has not been written yet, the ended attempts first."""
+        """Write all records that are not written yet, the ended attempts first."""
         try:
             self._write_all()
         except OSError as error:
@@ -470,7 +471,7 @@ class AttemptLog:
 
 
 def insist(write: Callable[[], T], path: Path) -> T:
-    """Call `write`, and again if the disk refuses; for records of which a run needs every one.
+    """Call `write` again if the disk refuses, up to WRITE_TRIES times, for records that a run needs.
 
     Raises:
         FileError: the disk refuses every time.
@@ -490,7 +491,7 @@ def insist(write: Callable[[], T], path: Path) -> T:
 
 
 def _lines(path: Path) -> bytes:
-    """The content of a `.jsonl` file with its last line ended; empty if there is none."""
+    """Read a `.jsonl` file, with its last line ended; empty if there is none."""
     try:
         data = files.read_regular(path)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The right to move, remove or pack a whole run: nobody trains it, submits it or waits for it in a queue."""
+"""Hold a whole run to move, remove or pack it: no process trains it, submits it or waits for it in a queue."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ TIMEOUT_S = 30.0
 
 @dataclass
 class Custody:
-    """Both leases of a run, held: that of the command that submits it, and that of the process that trains it."""
+    """Both leases of a run, held: the submission lease and the training lease."""
 
     run: RunDir
     submission: Lease
     lease: Lease
 
     def check(self) -> None:
-        """Check that nobody has taken the run over while this process was suspended, say.
+        """Check that this process still holds both leases: it may have lost them while it was suspended.
 
         Raises:
-            SupersededError: somebody has.
+            SupersededError: another process has taken the run over.
             OSError: a lease cannot be read.
         """
         self.submission.check_fence()
@@ -47,10 +47,11 @@ class Custody:
         return self.submission.fence, self.lease.fence
 
     def move(self, target: Path) -> None:
-        """Rename the run directory, which is at one of the two places at every moment, and durably so afterwards.
+        """Rename the run directory, then sync both parents. At every moment it has one of the two names.
 
         Raises:
-            SupersededError: somebody has taken the run over; nothing was changed, or the message states where it is.
+            SupersededError: another process has taken the run over. Nothing was changed, or the message states where
+                the run is.
             OSError: the file system refused; the run is where it was, or the message states where it is.
         """
         source = self.run.path
@@ -75,17 +76,17 @@ class Custody:
 
 
 def give_back_if_taken_over(renamed: RunDir, name: Path, numbers: tuple[int, int]) -> None:
-    """Give a run that was renamed its name back if somebody took it over before: after a rename nobody can any more.
+    """Undo the rename of a run that another process took over before: afterwards no process can.
 
-    Whoever renames a run may be suspended between the last look at its leases and the rename.
+    The renaming process may be suspended between its last look at the leases and the rename.
 
     Args:
         renamed: the run; it may be gone, since another `rm` deletes what the first has renamed.
         name: its path before.
-        numbers: the fencing numbers by which it was renamed, see `Custody.numbers`.
+        numbers: the fencing numbers held at the rename, see `Custody.numbers`.
 
     Raises:
-        SupersededError: somebody took it over; it has its name back, or the message states where it is.
+        SupersededError: another process took the run over. It has its name back, or the message states where it is.
         OSError: a lease cannot be read.
     """
     for directory, number in zip((renamed.submission, renamed.lease), numbers, strict=True):
@@ -107,11 +108,11 @@ def give_back_if_taken_over(renamed: RunDir, name: Path, numbers: tuple[int, int
 
 @contextmanager
 def custody(run: RunDir, report: Callable[[str], None] | None = None) -> Iterator[Custody]:
-    """Hold both leases of a run, which has no job in a queue, for as long as the block lasts.
+    """Hold both leases of a run that has no job in a queue, for the duration of the block.
 
     Args:
         run: its directory; see `run_at`.
-        report: receives a message when there is something to wait for.
+        report: called with a message when there is something to wait for.
 
     Raises:
         RunDirError: the run was moved or removed meanwhile.
@@ -120,13 +121,14 @@ def custody(run: RunDir, report: Callable[[str], None] | None = None) -> Iterato
     """
     expected = is_run(run)
     with ExitStack() as held:
-        # The submission's first: a command that submits the run at this moment waits for it, or is waited for.
+        # The submission lease first: then this waits for a command that submits the run at this moment, or that command
+        # waits for this one.
         leases = [
             held.enter_context(Lease.acquire(lease, None, TIMEOUT_S, report=report, within=run.path))
             for lease in (run.submission, run.lease)
         ]
-        for directory in (run.path, run.checkpoints, run.evaluations):  # what others did before counts from here on
-            with suppress(FileNotFoundError, PermissionError):  # there is none, or it is somebody else's
+        for directory in (run.path, run.checkpoints, run.evaluations):  # show what other machines did until now
+            with suppress(FileNotFoundError, PermissionError):  # missing, or another user's
                 files.look_anew(directory)
         if expected and not is_run(run):
             raise RunDirError(f"{run.path} was moved or removed meanwhile: rerun the command")
@@ -136,7 +138,7 @@ def custody(run: RunDir, report: Callable[[str], None] | None = None) -> Iterato
 
 
 def check_idle(run: RunDir) -> None:
-    """Refuse a run that is certainly live, without writing anything: custody alone can tell for certain that it is not.
+    """Refuse a run that is certainly live, without writing anything. Only `custody` can be certain that it is not.
 
     Raises:
         LockedError: the run is live, or has a job in a queue.
@@ -153,7 +155,7 @@ def _check_queue(run: RunDir) -> None:
     with reading(run):
         ours = [run, *submitted(run)]
         for each in ours:
-            # Of a job that has trained the scheduler is asked below.
+            # The scheduler is asked below about a submission whose job is recorded.
             known = [files.read_object(record).get("submission") for record in (each.job, each.status)]
             for name in each.submitting_names():
                 if name not in known:
@@ -176,11 +178,11 @@ def _check_queue(run: RunDir) -> None:
 
 
 def run_at(path: Path) -> RunDir:
-    """The run at `path`.
+    """Return the run at `path`, for a command that moves, removes or packs it.
 
     Raises:
-        RunDirError: it is something else: a config directory has a config.yaml, too. Or it is a link, which would be
-            moved or removed instead of the run; or other runs are in it.
+        RunDirError: `path` is no run (a config directory has a config.yaml, too); or it is a link, which would be moved
+            or removed instead of the run; or it has other runs in it.
     """
     run = RunDir(Path(os.path.abspath(path)))
     if files.is_link(run.path):
@@ -200,5 +202,5 @@ def run_at(path: Path) -> RunDir:
 
 
 def is_run(run: RunDir) -> bool:
-    """Whether there is a run in this directory: its config, and the code that it was started with."""
+    """Check whether a directory has the config and the code record of a run."""
     return files.is_file(run.config) and files.is_file(run.code)

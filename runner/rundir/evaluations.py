@@ -1,10 +1,10 @@
-"""Results of `runner evaluate` in a run directory: which checkpoint by which settings, each in a file of its own.
+"""Read and write the results of `runner evaluate` in a run directory, one file per checkpoint and settings.
 
     evaluations/step_00000040-SETTINGS.json   a result
     evaluations/evaluate-STEP-SETTINGS/       a submitted evaluation: request.json, job.json, logs
 
-Nobody needs the lease of the run: a result is one new file, and of two commands that compute the same, either may write
-it. Imports no torch.
+No command here needs the run's lease: a result is one new file, and of two commands that compute the same result,
+either may write it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from runner.rundir.paths import RunDir
 from runner.system import files
 
 EVALUATION = b'"eval_'
-"""Is in every line of metrics.jsonl that is an evaluation, so that those can be found without parsing the others."""
+"""Occurs in every evaluation line of metrics.jsonl, so that evaluations are found without parsing the other lines."""
 ALL = "all"
-PREFIX = "evaluate-"  # of the directories of submitted evaluations
+PREFIX = "evaluate-"  # begins the names of the directories of submitted evaluations
 _RESULT = re.compile(r"step_(\d{8,})-(\w+)\.json")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to evaluate of a run, and how.
+    """A checkpoint of a run to evaluate, and the settings to evaluate it with.
 
     Attributes:
         settings: digest of all settings that change a result.
         step: a step, `best`, `last` or `all`.
-        overrides: the settings that differ from the run's, as given; empty if these are its own.
-        config: the run's frozen config with them, as plain values.
+        overrides: the settings that differ from the run's, as passed to the command; empty if none do.
+        config: the run's frozen config with these overrides, as plain values.
     """
 
     settings: str
@@ -43,7 +43,7 @@ class Request:
     config: dict[str, Any] = field(default_factory=dict)
 
     def directory(self, run: RunDir) -> Path:
-        """Where a submitted evaluation has its request, job and logs; its name is that of its job."""
+        """Return the directory of a submitted evaluation's request, job and logs. It has the name of the job."""
         return run.evaluations / f"{PREFIX}{self.step}-{self.settings}"
 
     def write(self, directory: Path, guard: files.Guard) -> None:
@@ -59,7 +59,7 @@ class Request:
         """Read the request of a submitted evaluation.
 
         Raises:
-            RunDirError: it is not what `write` writes.
+            RunDirError: the file is malformed.
         """
         found = files.read_object(_request_file(directory))
         try:
@@ -82,7 +82,7 @@ def submitted(run: RunDir) -> list[RunDir]:
 
 
 def results(run: RunDir) -> list[dict[str, Any]]:
-    """Read all results of a run, in the order of their steps; what is no result of ours is left out.
+    """Read all results of a run, ordered by step. Files that are not results are left out.
 
     Raises:
         OSError: they cannot be read.
@@ -92,7 +92,7 @@ def results(run: RunDir) -> list[dict[str, Any]]:
 
 
 def evaluated(run: RunDir, settings: str) -> dict[int, dict[str, Any]]:
-    """Read the results by these settings, by step.
+    """Read the results with this digest of settings, by step.
 
     Raises:
         OSError: they cannot be read.
@@ -101,7 +101,7 @@ def evaluated(run: RunDir, settings: str) -> dict[int, dict[str, Any]]:
 
 
 def by_own_settings(run: RunDir) -> dict[int, dict[str, Any]]:
-    """Read the results by the run's own settings, by step.
+    """Read the results with the run's own settings, by step.
 
     Raises:
         OSError: they cannot be read.
@@ -110,7 +110,7 @@ def by_own_settings(run: RunDir) -> dict[int, dict[str, Any]]:
 
 
 def recorded(run: RunDir) -> Iterator[dict[str, Any]]:
-    """Yield the evaluations in metrics.jsonl, in the order of their steps.
+    """Yield the evaluations in metrics.jsonl, ordered by step.
 
     Raises:
         OSError: it cannot be read.
@@ -121,7 +121,7 @@ def recorded(run: RunDir) -> Iterator[dict[str, Any]]:
 
 
 def known_values(run: RunDir, step: int) -> dict[str, Any]:
-    """Read all that is recorded of a step by the run's own settings: its own record, its evaluations.
+    """Read all numbers recorded at a step with the run's own settings: its step record and its evaluations.
 
     Raises:
         OSError: they cannot be read.
@@ -135,7 +135,7 @@ def known_values(run: RunDir, step: int) -> dict[str, Any]:
 
 
 def add(run: RunDir, record: Mapping[str, Any]) -> None:
-    """Add a result, with `step` and `digest`.
+    """Write a result, a record with `step` and `digest`, to a file of its own.
 
     Raises:
         RunDirError: the run was moved or removed.
@@ -146,10 +146,10 @@ def add(run: RunDir, record: Mapping[str, Any]) -> None:
         files.make_dirs_in(run.path, run.evaluations)
         files.write_json(path, dict(record))
     except FileNotFoundError:
-        if not files.exists(path):  # nobody has written the same, and removed what this process had begun
+        if not files.exists(path):  # no other process wrote this result and removed our temporary file
             raise RunDirError(f"{run.path} was moved or removed meanwhile: rerun the command") from None
     for name in _file_names(run):
-        if name.startswith(f"{path.name}.tmp-"):  # of a process that was killed while it wrote
+        if name.startswith(f"{path.name}.tmp-"):  # left by a process that was killed while it wrote
             files.remove(run.evaluations / name)
 
 

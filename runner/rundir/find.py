@@ -1,4 +1,4 @@
-"""Finds run directories."""
+"""Find run directories and searches below a directory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from runner.rundir.paths import RunDir
 from runner.system import files
 
 RUN_FILES = {"config.yaml", "status.json", "attempts.jsonl"}
-"""What makes a directory that of a run, one of which may be missing."""
+"""Files of a run directory; one of them is enough."""
 SEARCH_FILES = {"search.json", "journal.jsonl"}
-"""What makes a directory that of a search."""
+"""Files of a search's directory; it has both."""
 
 
 def run_dir(path: str | os.PathLike[str]) -> RunDir:
-    """Return the run at a path, with an absolute one.
+    """Return the run at a path, made absolute.
 
     Raises:
-        RunDirError: there is none.
+        RunDirError: there is no run.
     """
     found = RunDir(Path(path).absolute())
     if not files.is_file(found.config):
@@ -31,7 +31,7 @@ def run_dir(path: str | os.PathLike[str]) -> RunDir:
 
 
 def what_to_pass(path: Path) -> str:
-    """Say what to give a command instead of a path that is no run directory."""
+    """Suggest what to pass to a command instead of a path that is no run directory."""
     with suppress(OSError):
         names = files.list_dir(path)
         if is_search(names):
@@ -42,14 +42,16 @@ def what_to_pass(path: Path) -> str:
 
 
 def find_runs(root: Path, on_error: Callable[[OSError], object] | None = None) -> Iterator[RunDir]:
-    """Yield the run directories at and below `root`, in the order of their paths; of a search, its runs beside it.
+    """Yield the run directories at and below `root`, in the order of their paths.
+
+    If `root` is a search, its runs are next to it, and those are yielded.
 
     Args:
         root: the directory.
         on_error: called for each directory that cannot be read.
     """
     for directory, children, names in files.walk(root, onerror=on_error):
-        if is_search(names):  # its slots are no runs, and its runs are beside it
+        if is_search(names):  # its slots are no runs, and its runs are next to it
             children.clear()
             if Path(directory) == root:
                 yield from _of_search(root)
@@ -62,17 +64,17 @@ def find_runs(root: Path, on_error: Callable[[OSError], object] | None = None) -
 
 
 def is_search(names: Collection[str]) -> bool:
-    """Tell whether a directory with these names in it is one of a search."""
+    """Check whether the names in a directory are those of a search."""
     return SEARCH_FILES.issubset(names)
 
 
 def base_of(root: Path) -> Path:
-    """Return the directory that the names of the runs of `root` begin in: of a search, the one that holds it."""
+    """Return the directory that run names are relative to: `root`, or its parent if `root` is a search."""
     return root.parent if all(files.is_file(root / name) for name in SEARCH_FILES) else root
 
 
 def _of_search(root: Path) -> Iterator[RunDir]:
-    """Yield the runs of a search."""
+    """Yield the runs that a search's journal names."""
     lines = files.read_lines(root / "journal.jsonl", having=b'"run"')
     names = dict.fromkeys(line["run"] for line in lines if isinstance(line, dict) and isinstance(line.get("run"), str))
     for name in sorted(names):
@@ -81,7 +83,7 @@ def _of_search(root: Path) -> Iterator[RunDir]:
 
 
 def _composes(config: Path) -> bool:
-    """Tell whether a config.yaml is one that others are composed from, as in a project's conf, and not a run's."""
+    """Check whether a config.yaml has a defaults list: then it belongs to a project's conf, and not to a run."""
     try:
         return re.search(rb"^defaults:", files.read_regular(config), re.MULTILINE) is not None
     except OSError:
@@ -89,7 +91,7 @@ def _composes(config: Path) -> bool:
 
 
 def find_searches(root: Path) -> Iterator[Path]:
-    """Yield the directories of searches at and below `root`, in the order of their paths; runs are not looked into."""
+    """Yield the directories of searches at and below `root`, in the order of their paths. Runs are not entered."""
     for directory, children, names in files.walk(root):
         if is_search(names):
             yield Path(directory)

@@ -1,8 +1,8 @@
-"""The lease: one process at a time works on a run directory, and a fencing number orders those that did.
+"""Let one process at a time work on a run directory, ordered by fencing numbers.
 
-A process acquires the lease by creating the file of the next number exclusively; the highest number is the holder's. A
+A process acquires the lease by exclusively creating the file of the next number; the highest number is the holder's. A
 heartbeat shows that the holder is alive, and carries a record that outlives it. A newcomer takes over at once from a
-holder that is known to be gone, watches the heartbeat where it cannot know, and is refused if the holder is alive. A
+holder that is known to be gone. If it cannot know, it watches the heartbeat. If the holder is alive, it is refused. A
 superseded process that wakes up finds a higher number and must not write: see `Lease.guard`.
 
 Clocks of different machines are never compared: a watcher checks whether the heartbeat *changes*. Nothing here imports
@@ -32,33 +32,33 @@ from runner.system.signals import STOP
 MAX_INTERVAL_S = 2.0
 """The longest time between two heartbeats."""
 MIN_INTERVAL_S, INTERVAL_SHARE = 0.02, 0.004
-"""A young process beats more often: what is known of one that is killed is then at most this share of its life old."""
+"""A young process beats more often: a killed process's last record is then at most this share of its life old."""
 MISSED_BEATS = 3
-"""A holder that misses this many heartbeats is shown as dead; a newcomer takes over only after `run.lease_timeout_s`,
-and not before that."""
+"""A holder that misses this many heartbeats is shown as dead. A newcomer takes over only after that and after
+`run.lease_timeout_s`."""
 DYING_S = 1.0
 """A process that was just killed may exist for this long."""
 MAX_CHANGES = 100
-"""Holders that may come and go while somebody waits for the lease, before it is said to be in use."""
+"""How often the holder may change during a wait for the lease, before the lease is reported as in use."""
 POLL_S = 0.2
-"""Pause between two looks at another holder."""
+"""Pause between two checks of another holder."""
 JOB_WAIT_S = 300.0
-"""How long a queued job waits for the previous holder: longer than a save and Slurm's KillWait, and shorter than the
+"""How long a queued job waits for the previous holder. Longer than a save and Slurm's KillWait, and shorter than the
 other ranks wait for rank 0."""
 
 _NUMBERED = re.compile(r"([0-9]{8,18})\.(json|beat)")
 
 
 def is_later_start(record: Mapping[str, Any], job: Mapping[str, Any]) -> bool:
-    """Whether a record is of a later start of `job`; without a submission, nobody can tell that from a reused id."""
+    """Check whether a record is from a later start of `job`. False without a submission: ids are reused."""
     if job.get("submission") is None or not is_same_job(record, job):
         return False
-    restarts = record.get("restart_count")  # of an attempt log that anybody may have edited
+    restarts = record.get("restart_count")  # anybody may have edited the attempt log
     return isinstance(restarts, int) and restarts > (job.get("restart_count") or 0)
 
 
 def end_of_earlier_start(run_dir: Path, later: Mapping[str, Any], job: Mapping[str, Any]) -> SupersededError:
-    """What ends a start of a job that finds the record of a later one."""
+    """Return the error that ends a start of a job that finds the record of a later start."""
     return SupersededError(
         f"{run_dir} was continued by a later start of job {job['job_id']} (restart {later['restart_count']}): this one "
         f"(restart {job.get('restart_count') or 0}) ends, and requeues nothing"
@@ -66,14 +66,15 @@ def end_of_earlier_start(run_dir: Path, later: Mapping[str, Any], job: Mapping[s
 
 
 def liveness(holder: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    """`gone`, `alive` or `unknown`: what the process `own` can tell about `holder` without waiting.
+    """Return `gone`, `alive` or `unknown`: what the process `own` can know about `holder` without waiting.
 
-    Gone: it released the lease; it is the same job with a lower restart count; or it ran on this machine, in this boot,
-    and the process is dead. Unknown (the heartbeat decides): on another machine; of another boot, since machines that
-    were cloned from one image share host name and machine id; stopped (SIGSTOP) on this one; its file is incomplete.
+    Gone: it released the lease; or it is the same job with a lower restart count; or it ran on this machine, in this
+    boot, and its process is dead. Unknown (the heartbeat decides): it is on another machine; it is of another boot,
+    since machines cloned from one image share host name and machine id; it is suspended (SIGSTOP) on this machine; or
+    its file is incomplete.
 
     Raises:
-        OSError: this machine does not tell now, see `processes.state_of`.
+        OSError: this machine cannot report the process now, see `processes.state_of`.
     """
     if holder.get("released"):
         return "gone"
@@ -91,13 +92,13 @@ def liveness(holder: Mapping[str, Any], own: Mapping[str, Any]) -> str:
 
 
 def describe_holder(holder: Mapping[str, Any]) -> str:
-    """`process 12 on node3, job 99`, for messages."""
+    """Describe a holder for messages: `process 12 on node3, job 99`."""
     job = f", job {holder['job_id']}" if holder.get("job_id") else ""
     return f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')}{job}"
 
 
 def read_holder(directory: Path) -> tuple[int, dict[str, Any]] | None:
-    """(fence, holder) of the highest number, or None; a holder whose file is incomplete is {}.
+    """Return (fence, holder) of the highest number, or None. A holder whose file is incomplete is {}.
 
     Raises:
         OSError: the directory or the holder's file cannot be read.
@@ -107,14 +108,14 @@ def read_holder(directory: Path) -> tuple[int, dict[str, Any]] | None:
 
 
 def is_continued(directory: Path, job: Mapping[str, Any]) -> bool:
-    """Whether whoever has taken the lease in `directory` from a job carries the run on in its stead.
+    """Check whether the process that took the lease from a job carries the run on in its stead.
 
-    False for a process that is no job, such as a command that prunes checkpoints while the job is suspended, and for an
-    earlier start of the same job: Slurm ends it.
+    False for a process that is no job, such as a command that prunes checkpoints while the job is suspended. False for
+    an earlier start of the same job, too: Slurm ends it.
 
     Args:
-        directory: where the numbers are.
-        job: what the job is known by (`job_id`, `submission`, `restart_count`).
+        directory: the directory of the numbered files.
+        job: identifies the job (`job_id`, `submission`, `restart_count`).
     """
     try:
         found = read_holder(directory)
@@ -135,12 +136,12 @@ def _highest(directory: Path) -> int:
     except NotADirectoryError:
         if files.exists(directory):
             raise
-        return 0  # a part of the path above it is a file
+        return 0  # a parent in its path is a file
     return max((number for number, kind, _ in _numbered(names) if kind == "json"), default=0)
 
 
 def _numbered(names: Iterable[str]) -> Iterator[tuple[int, str, str]]:
-    """Yield the number of each file of a holder, its kind (`json` or `beat`), and its name."""
+    """Yield the number, the kind (`json` or `beat`) and the name of each holder's file."""
     for name in names:
         if match := _NUMBERED.fullmatch(name):
             yield int(match[1]), match[2], name
@@ -151,7 +152,7 @@ def _file(directory: Path, fence: int, suffix: str) -> Path:
 
 
 def heartbeat_file(directory: Path, fence: int) -> Path:
-    """The file that the holder with this number rewrites as long as it is alive."""
+    """Return the file that the holder with this number rewrites as long as it is alive."""
     return _file(directory, fence, "beat")
 
 
@@ -163,27 +164,29 @@ def _read(directory: Path, fence: int) -> dict[str, Any]:
 
 
 def _patience(holder: Mapping[str, Any]) -> float:
-    """Seconds after which a heartbeat that has not changed was missed often enough."""
+    """Return the seconds without a new heartbeat after which a holder has missed MISSED_BEATS of them."""
     interval = holder.get("interval_s")
     valid = isinstance(interval, (int, float)) and 0 < interval <= MAX_INTERVAL_S
     return MISSED_BEATS * (interval if valid and interval else MAX_INTERVAL_S)
 
 
 def _heartbeat(directory: Path, fence: int) -> tuple[str | None, str | None]:
-    """What changes while the holder is alive: its counter, and its file (still incomplete, released).
+    """Read the two files that change while the holder is alive: its counter and its record.
+
+    The record changes when it is completed or released.
 
     Raises:
-        OSError: it cannot be told, which must not pass for a heartbeat that was missed.
+        OSError: a file cannot be read now. That must not count as a missed heartbeat.
     """
     beat, holder = (files.read_if_there(_file(directory, fence, suffix)) for suffix in ("beat", "json"))
     return beat, holder
 
 
 def read_carried(directory: Path) -> dict[str, Any]:
-    """The JSON object that the last heartbeat carried; empty if there is none, or nobody can read it."""
+    """Read the JSON object that the last heartbeat carried; empty if there is none, or it cannot be read."""
     with contextlib.suppress(OSError):
         for _, kind, name in sorted(_numbered(files.list_dir(directory)), reverse=True):
-            # One line; after it may be the rest of a longer one.
+            # One line. The rest of a longer one may follow.
             text = (kind == "beat" and files.read_small(directory / name)) or ""
             with contextlib.suppress(ValueError, RecursionError):
                 found = json.loads(text.partition("\n")[0].partition(" ")[2])
@@ -194,11 +197,11 @@ def read_carried(directory: Path) -> dict[str, Any]:
 
 @dataclass
 class Lease:
-    """A lease that is held. Make one with `Lease.acquire`.
+    """A held lease. Acquire one with `Lease.acquire`.
 
     Attributes:
-        carried: what each heartbeat carries, a JSON object; called in the thread of the heartbeat. At first what the
-            last one of the previous holder carried, which a holder that sets nothing passes on.
+        carried: returns the JSON object that each heartbeat carries; called in the heartbeat's thread. At first it
+            returns the previous holder's last object, which is passed on unless the holder sets this.
     """
 
     directory: Path
@@ -225,22 +228,22 @@ class Lease:
         """Acquire the lease kept in `directory`.
 
         Args:
-            directory: where the numbers are; created if missing.
-            holder: describes this process beyond host, pid and the like, which are filled in: `job_id`, `submission`
-                and `restart_count` order the starts of one job.
+            directory: the directory of the numbered files; created if missing.
+            holder: describes this process, besides host, pid and other entries that are filled in. `job_id`,
+                `submission` and `restart_count` order the starts of one job.
             timeout_s: how long a holder of unknown liveness may go without a heartbeat.
             wait_s: how long a live holder may take to release the lease.
-            asked_to_stop: ends every wait for another holder when true.
-            report: receives a message when there is something to wait for.
-            heart: beats for this lease and others; without one, it has a thread of its own.
-            within: the run directory, of a run that is there already. It is not created: whoever waited for its lease
-                while it was moved or removed must not begin another one in its place.
+            asked_to_stop: ends every wait for another holder when it returns true.
+            report: called with a message when there is something to wait for.
+            heart: beats for this lease and others. Without a heart, the lease has a thread.
+            within: the directory of an existing run. It is not created: if the run is moved or removed during the wait,
+                no new one may begin in its place.
 
         Raises:
             RunDirError: `within` is gone.
             LockedError: the holder is alive.
             StoppedError: `asked_to_stop` ended the wait for a sign of life.
-            SupersededError: this process was stopped for so long that it has lost the lease already, or a later start
+            SupersededError: this process was suspended for so long that it has lost the lease already, or a later start
                 of its job has held it.
             UserError: the directory cannot be written.
         """
@@ -309,11 +312,11 @@ class Lease:
 
     @property
     def guard(self) -> files.Guard:
-        """The right to replace files of the run directory, which every write into it must be given."""
+        """Return the right to replace files of the run directory, which every write into it needs."""
         return files.Guard(f"{self.directory.name}-{self.fence:08d}", self.check_fence)
 
     def check_fence(self) -> None:
-        """Whether this process still holds the lease. A write needs more than this: see `guard`.
+        """Check that this process still holds the lease. A write needs more than this: see `guard`.
 
         Raises:
             SupersededError: a newer process holds the lease, or the file of this number is gone.
@@ -329,18 +332,18 @@ class Lease:
         )
 
     def release(self) -> None:
-        """Let the next process in at once, or once the disk permits it. Does nothing if superseded or called before."""
+        """Release the lease at once, or once the disk permits it. Does nothing if superseded or released already."""
         self.end_heartbeat()
         try:
             self._write_released()
         except SupersededError:
             pass
         except OSError:
-            if self._heart is None:  # a process that lives on would block everybody, itself included
+            if self._heart is None:  # a process that lives on would block all others, and itself
                 threading.Thread(target=self._release_later, name="release", daemon=True).start()
 
     def end_heartbeat(self) -> None:
-        """Leave no file of the lease open; it is held until its heartbeat was missed."""
+        """Stop the heartbeat and close its file. The lease stays held until enough heartbeats are missed."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
@@ -355,7 +358,7 @@ class Lease:
                     return self._write_released()
 
     def moved(self, directory: Path) -> None:
-        """The directory of the lease has been renamed to `directory`, with the run that it is in."""
+        """Follow a rename of the run: the lease's directory is `directory` now."""
         self.directory = directory
 
     def __enter__(self) -> Lease:
@@ -381,10 +384,10 @@ class Lease:
                 files.close_fd(fd)
 
     def _claim(self) -> bool:
-        """Create the file of this number; False if another process has the number.
+        """Create the file of this number. Return False if another process has the number.
 
         Raises:
-            SupersededError: this process was stopped meanwhile, and others have taken this number or a higher one.
+            SupersededError: this process was suspended in between, and others have taken this number or a higher one.
         """
         mine = _file(self.directory, self.fence, "json")
         try:
@@ -397,29 +400,29 @@ class Lease:
         return True
 
     def _sweep(self) -> None:
-        """Remove what lower numbers left: their own files, then their temporary ones: no late rename can succeed.
+        """Remove the files of lower numbers, then their temporary files, so that no late rename can succeed.
 
-        In this order: on a network file system an older holder on another machine may see an old list of the numbers,
-        but its own file is looked up, and is gone before what it was writing is. What it has created just now is on
-        this machine's list only if that is made anew.
+        The order matters on a network file system. An older holder on another machine may list old numbers, but its own
+        file is looked up, and is removed before its temporary file is. This machine lists files that it has just
+        created only if the directory is read anew.
 
         Raises:
-            OSError: the file system refuses to remove something that an older holder might still write with.
+            OSError: the file system refuses to remove a file with which an older holder might still write.
         """
         for number, kind, name in _numbered(files.list_dir(self.directory)):
             if number < self.fence:
-                refusals = OSError if kind == "beat" else FileNotFoundError  # nobody relies on an old heartbeat
+                refusals = OSError if kind == "beat" else FileNotFoundError  # an old heartbeat does no harm
                 with contextlib.suppress(refusals):
                     files.remove(self.directory / name)
         for folder in (self.directory, self.directory.parent):
             self._sweep_temporary(folder)
         run = RunDir(self.directory.parent)
-        if self.directory == run.submission:  # who submits a branch writes its `appender`, which is there
+        if self.directory == run.submission:  # the submission of a branch writes `appender` there
             with contextlib.suppress(FileNotFoundError):
                 self._sweep_temporary(run.lease)
 
     def _sweep_temporary(self, folder: Path) -> None:
-        with contextlib.suppress(PermissionError):  # of another user, and nothing that this lease guards is there
+        with contextlib.suppress(PermissionError):  # another user's: nothing that this lease guards is there
             files.look_anew(folder)
         files.sweep(folder, self.directory.name, self.fence)
 
@@ -434,19 +437,19 @@ class Lease:
                 if not self._wrote_beat(fd, count):
                     break
             except OSError:
-                fd = _closed(fd)  # opened anew: the server of the file system may have been restarted
+                fd = _closed(fd)  # reopened: the file server may have been restarted
         _closed(fd)
 
     def _wrote_beat(self, fd: int, count: int) -> bool:
-        """Write the counter; False if superseded."""
-        if _highest(self.directory) != self.fence:  # looked at after the opening, which may have brought back
-            files.remove(_file(self.directory, self.fence, "beat"))  # what the successor has swept
+        """Write the counter. Return False if superseded."""
+        if _highest(self.directory) != self.fence:  # checked after opening, which may have recreated
+            files.remove(_file(self.directory, self.fence, "beat"))  # the file that the successor has swept
             return False
         files.overwrite(fd, b"%020d %s\n" % (count, json.dumps(self.carried()).encode()))
         return True
 
     def _beats_once(self, count: int) -> bool:
-        """One heartbeat, which leaves no file open; False if superseded."""
+        """Write one heartbeat and close its file. Return False if superseded."""
         fd = -1
         try:
             fd = self._open_beat()
@@ -465,9 +468,9 @@ class Lease:
 
 
 class Heart:
-    """One thread that beats for many leases, such as those of a large sweep; a context manager.
+    """A thread that beats for many leases, such as those of a large sweep; a context manager.
 
-    It leaves no file open. Its leases carry nothing of their own, so that it need not beat often.
+    It keeps no file open. Its leases carry no records, so that it need not beat often.
     """
 
     def __init__(self) -> None:
@@ -485,13 +488,13 @@ class Heart:
         self._thread.join(timeout=5)
 
     def add(self, lease: Lease) -> None:
-        """Beat for a lease, from now on."""
+        """Start to beat for a lease."""
         with self._lock:
             self._leases[lease.directory] = lease
             lease._beats_once(1)
 
     def remove(self, lease: Lease) -> None:
-        """Do not beat for it any more."""
+        """Stop beating for a lease."""
         with self._lock:
             self._leases.pop(lease.directory, None)
 
@@ -509,7 +512,7 @@ class Heart:
 
 
 def _closed(fd: int) -> int:
-    """Close a file descriptor, unless it is -1; returns -1."""
+    """Close a file descriptor, unless it is -1. Return -1."""
     with contextlib.suppress(OSError):
         if fd >= 0:
             files.close_fd(fd)
@@ -525,12 +528,12 @@ def _wait_until_gone(
     asked_to_stop: Callable[[], object],
     report: Callable[[str], None] | None,
 ) -> bool:
-    """Return when the holder is gone: whether nobody has taken the lease after it.
+    """Wait until the holder is gone. Return False if another process has taken the lease after it.
 
     Raises:
-        LockedError: it turned out to be alive.
-        SupersededError: it is, or was, a later start of the job that waits.
-        StoppedError: there was a request to stop before that was known.
+        LockedError: the holder is alive.
+        SupersededError: the holder is, or was, a later start of the waiting job.
+        StoppedError: a stop was requested before this was known.
     """
     patience = max(timeout_s, _patience(holder))
     first, started = _heartbeat(directory, fence), clock.monotonic()
@@ -540,14 +543,14 @@ def _wait_until_gone(
             raise end_of_earlier_start(directory.parent, holder, own)
         if (verdict := liveness(holder, own)) == "gone":
             return True
-        if waiting and _highest(directory) > fence:  # its files, which tell whether it is alive, are gone
+        if waiting and _highest(directory) > fence:  # the successor has removed the files that show life
             return False
         waiting = True
         waited = clock.monotonic() - started
         beating = _heartbeat(directory, fence) != first and "pid" in holder
         if beating or (verdict == "alive" and waited >= min(DYING_S, patience)):
             raise LockedError(f"{directory.parent} is in use by {describe_holder(holder)}; wait for it, or stop it")
-        if waited >= patience:  # checked last: this process itself may have been stopped or starved for that long
+        if waited >= patience:  # checked last: this process may have been suspended for that long
             return True
         if verdict == "unknown" and asked_to_stop():
             raise StoppedError(f"{directory.parent} may be in use by {describe_holder(holder)}; rerun the command")
@@ -561,14 +564,14 @@ def _wait_until_gone(
 def acquire_for_job(run: RunDir, job: Job, timeout_s: float, report: Callable[[str], None]) -> Lease:
     """Acquire the lease of `run` for an attempt in `job`; call on rank 0.
 
-    A job that the scheduler restarts waits for a live holder: the previous job may still be saving (after scancel, for
-    example) when this one starts on another node.
+    A job that the scheduler restarts waits for a live holder: the previous job may still be saving when this one starts
+    on another node, for example after scancel.
 
     Raises:
         LockedError: another process holds it and is alive (for such a job: even after JOB_WAIT_S).
         RunDirError: the run was moved or removed.
         StoppedError: a signal came while the job waited; it was requeued if the cause requires that.
-        SupersededError: a later start of this job has held it: Slurm requeued the job, as its node was cut off.
+        SupersededError: a later start of this job has held the lease: Slurm requeued the job, as its node was cut off.
         UserError: the run directory cannot be written.
     """
     wait_s = JOB_WAIT_S if job.auto_restarts else 0.0
@@ -591,7 +594,7 @@ def acquire_for_job(run: RunDir, job: Job, timeout_s: float, report: Callable[[s
 
 @dataclass
 class _Seen:
-    """The last heartbeat that was seen, since when (monotonic), and whether its holder is alive (None: not decided)."""
+    """The last heartbeat seen, since when (monotonic), and whether its holder is alive (None: undecided)."""
 
     heartbeat: tuple[str | None, str | None]
     since: float
@@ -599,10 +602,10 @@ class _Seen:
 
 
 class LeaseWatcher:
-    """Tells for commands that only look whether holders are alive; remembers their heartbeats between calls.
+    """Watches for read-only commands whether holders are alive, and remembers their heartbeats between calls.
 
     Args:
-        patience_s: how long a heartbeat must not have changed, if that is longer than the holder's own three.
+        patience_s: seconds without a new heartbeat after which a holder is dead, if longer than its three intervals.
     """
 
     def __init__(self, patience_s: float = 0.0) -> None:
@@ -611,7 +614,7 @@ class LeaseWatcher:
         self._seen: dict[Path, _Seen] = {}
 
     def is_alive(self, directory: Path) -> bool:
-        """Whether the holder of the lease in `directory` is alive; False also while not decided, see `wait`.
+        """Check whether the holder of the lease in `directory` is alive. False while undecided, too; see `wait`.
 
         Raises:
             OSError: the directory or the holder's file cannot be read.
@@ -621,7 +624,7 @@ class LeaseWatcher:
         if verdict != "unknown":
             self._seen.pop(directory, None)
             return verdict == "alive"
-        now = clock.monotonic()  # before the look: this process itself may be stopped in between
+        now = clock.monotonic()  # before reading: this process may be suspended in between
         heartbeat = _heartbeat(directory, fence)
         seen = self._seen.setdefault(directory, _Seen(heartbeat, now, None))
         if heartbeat != seen.heartbeat:
@@ -631,7 +634,7 @@ class LeaseWatcher:
         return bool(seen.alive)
 
     def wait(self) -> bool:
-        """Watch all undecided holders until each is decided; whether there were any."""
+        """Watch all undecided holders until each is decided. Return whether there were any."""
         undecided = [directory for directory, seen in self._seen.items() if seen.alive is None]
         waited = bool(undecided)
         while undecided:

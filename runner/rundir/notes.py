@@ -1,8 +1,8 @@
-"""Notes that people add to a run, and the tags and the note that its config begins with. Imports no torch.
+"""Read and add notes of people on a run, and its config's note and tags. Imports no torch.
 
     added_notes/1764288000.123456-1234-89abcdef.json   one note: when, and what
 
-Nobody needs the lease of the run: a note is one new file.
+No command here needs the run's lease: a note is one new file.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ MAX_LENGTH = 2000  # characters of a note
 
 @dataclass(frozen=True)
 class Note:
-    """A note: `time` in seconds since 1970, by the clock of the machine where it was written."""
+    """A note; `time` is in seconds since 1970, by the clock of the machine that wrote it."""
 
     time: float
     text: str
 
 
 def add(run: RunDir, text: str) -> None:
-    """Add a note.
+    """Add a note to a run.
 
     Raises:
         RunDirError: the run was moved or removed.
@@ -42,7 +42,7 @@ def add(run: RunDir, text: str) -> None:
 
 
 def notes(run: RunDir) -> list[Note]:
-    """Read the notes that were added to a run, the oldest first; what is no note of ours is left out.
+    """Read the notes that were added to a run, oldest first. Files that are not notes are left out.
 
     Raises:
         OSError: they cannot be read.

@@ -1,4 +1,4 @@
-"""The directory in which a run was started: its own modules and relative paths are found there, wherever it is resumed.
+"""Use the directory in which a run was started, wherever the run is resumed: its modules and relative paths.
 
 Imports no torch, hydra or numpy.
 """
@@ -18,13 +18,13 @@ from runner.system import files
 
 
 def search_modules(run: RunDir, directory: str | None) -> None:
-    """Let Python find modules in the directory in which a run was started, after everything else.
+    """Append the directory in which a run was started to the module search path.
 
-    Nothing is done if others can write to the run or to that directory: they could run code as this user.
+    Does nothing if other users can write to the run or to that directory: they could run code as this user.
 
     Args:
-        run: of which `directory` is recorded.
-        directory: as its frozen config has it.
+        run: the run that recorded `directory`.
+        directory: the directory, from the run's frozen config.
     """
     if directory is None or directory in sys.path:
         return
@@ -38,7 +38,7 @@ def search_modules(run: RunDir, directory: str | None) -> None:
 
 @contextmanager
 def working_in(directory: str | None) -> Iterator[None]:
-    """Work in the directory in which a run was started, if it is still there: a dataset may have relative paths."""
+    """Change to the directory in which a run was started, if it still exists: a dataset may have relative paths."""
     before = os.getcwd()
     if directory is None or directory == before or not files.is_dir(directory):
         yield

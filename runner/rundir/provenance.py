@@ -1,4 +1,4 @@
-"""code.json: the code that a run was started with, and what has changed since.
+"""Record the code that a run was started with in code.json, and find what has changed since.
 
 Works without git and outside a repository. Imports neither torch nor hydra.
 """
@@ -22,19 +22,19 @@ from runner.rundir.paths import RunDir
 from runner.rundir.sources import Sources, changed_files, named_targets
 from runner.system import clock, files, processes
 
-# What the numbers depend on; the versions of other packages do not matter.
+# Packages that the results depend on; the versions of other packages do not matter.
 PACKAGES = ("torch", "numpy", "hydra-core", "omegaconf", "submitit", "safetensors")
 GIT_TIMEOUT_S = 10.0
 NOTHING_FOUND = 1  # exit status of `git config`
 MAX_DIFF = 1 << 20  # characters kept; the digest is of the whole diff
 
-# A repository's own configuration names programs that git runs: none of them is run to describe it.
+# A repository's configuration may name programs that git runs. Describing a repository must run none of them.
 SAFE = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "diff.external=")
 # A diff that only refreshes git's index must not wait for its lock; missing objects must not be fetched, since a remote
 # may be a program.
 ENVIRONMENT = {"GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none"}
-# Variables that make git look at another repository (one is in a hook, say), or run a program. Settings that are passed
-# by variables stay: they are the user's, who may name safe directories so.
+# Variables that make git use another repository (git sets some for hooks) or run a program. Variables that pass git
+# settings stay: the user may list safe directories in them.
 DROPPED = """
     GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE GIT_OBJECT_DIRECTORY GIT_ALTERNATE_OBJECT_DIRECTORIES GIT_COMMON_DIR GIT_PREFIX
     GIT_NAMESPACE GIT_EXTERNAL_DIFF GIT_PAGER GIT_ASKPASS GIT_SSH GIT_SSH_COMMAND GIT_PROXY_COMMAND
@@ -43,10 +43,10 @@ SAFE_DIFF = ("--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty")
 
 
 def describe_code(plain: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """The code as it is now: of the repositories of the current directory and of this package, and of the package.
+    """Describe the code as it is now: this package, and the repositories of it and of the current directory.
 
     Args:
-        plain: a config, for the files that its run depends on.
+        plain: the config whose source files are included.
     """
     package = _package()
     return {
@@ -64,7 +64,7 @@ def describe_code(plain: Mapping[str, Any] = MappingProxyType({})) -> dict[str, 
 
 
 def describe_sources(plain: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
-    """The entries of code.json that depend on the config: its targets, and the user's files with what these import."""
+    """Return the entries of code.json that depend on the config: its targets and the user's source files."""
     targets = named_targets(dict(plain))
     return {"targets": targets, "modules": sources.of(targets)}
 
@@ -77,22 +77,22 @@ def write_code(
     edit: dict[str, Any] | None = None,
     config: str = "",
 ) -> None:
-    """Write code.json; the commits and overrides of earlier submissions of the run are kept in `earlier`.
+    """Write code.json, and keep the commits and overrides of earlier submissions in `earlier`.
 
     Args:
-        path: of the file.
+        path: the file.
         code: from `describe_code`.
         overrides: of the command.
         guard: the right to change the run.
-        edit: what the command changes in an existing run, and so in its results: see `edits`.
-        config: the content that config.yaml is about to get.
+        edit: the change of settings that the command makes in an existing run, see `edits`.
+        config: the new content of config.yaml, which is written after this.
     """
     before = files.read_object(path)
     earlier = before.get("earlier")
     kept = [*(earlier if isinstance(earlier, list) else []), _summary(before)] if before else []
     edited = [*_edits(before), *([edit] if edit else [])]
     configs = [_digest(config.encode())]
-    with suppress(FileNotFoundError):  # the one before, too: a command may be killed before it writes config.yaml, last
+    with suppress(FileNotFoundError):  # the old one too: config.yaml is written last
         configs.append(_digest(files.read_regular(RunDir(path.parent).config)))
     described = {**code, "configs": configs, "earlier": kept, "edits": edited}
     files.write_json(path, {"overrides": list(overrides), **described}, guard=guard)
@@ -107,7 +107,7 @@ def check_config(run: RunDir) -> None:
     """
     if _is_as_written(run):
         return
-    with suppress(OSError):  # this machine may still show one of the two files as it was before
+    with suppress(OSError):  # this machine may still see an old version of one of the two files
         files.look_anew(run.path)
     if not _is_as_written(run):
         raise RunDirError(
@@ -129,9 +129,9 @@ def _digest(content: bytes) -> str:
 
 
 def edits(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the deliberate changes of a run's settings, the oldest first.
+    """Return the deliberate changes of a run's settings, oldest first.
 
-    Each has `step`, after which it is in force, `changes` in words, and `before`, the identity until then.
+    Each has `step`, after which it applies, `changes` in words, and `before`, the identity until then.
 
     Raises:
         OSError: code.json cannot be read.
@@ -145,16 +145,16 @@ def _edits(code: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def code_changes(run_dir: Path, now: Mapping[str, Any] | None = None, sources: Sources | None = None) -> list[str]:
-    """How the code differs from the code that the run was started with, one line per difference.
+    """List how the code differs from the code that the run was started with, one line per difference.
 
-    Of the repositories in code.json, those are compared that hold the current directory or this package: git is never
-    started in a directory because a file names it. The files compared are those of the config that the run was started
-    with, so that only changes of code are in it.
+    Compares only repositories that hold the current directory or this package: git never runs in a directory because a
+    file names it. Compares the source files of the config that the run was started with, so that only code changes are
+    listed.
 
     Args:
-        run_dir: of the run.
+        run_dir: the run directory.
         now: from `describe_code`, if the caller has it.
-        sources: what has been read for other runs, if the caller has many.
+        sources: the reader used for other runs, if the caller has many.
     """
     before = files.read_object(RunDir(run_dir).code)
     if not before:
@@ -173,11 +173,11 @@ def code_changes(run_dir: Path, now: Mapping[str, Any] | None = None, sources: S
     repositories = object_in(before, "repositories")
     for root, new in now["repositories"].items():
         if root not in repositories:
-            continue  # this attempt was started from elsewhere
+            continue  # this attempt was started in another directory
         old = object_in(repositories, root)
         if old.get("commit") != new["commit"]:
             changes.append(f"commit of {root}: {old.get('commit')!s:.12} -> {new['commit'][:12]}")
-        elif old.get("diff_digest") != new["diff_digest"] and not _are_within(root, edited):  # named already
+        elif old.get("diff_digest") != new["diff_digest"] and not _are_within(root, edited):  # listed above
             changes.append(f"the uncommitted changes in {root} have changed")
     return changes
 
@@ -191,19 +191,19 @@ def _changed_files(before: Mapping[str, Any], sources: Sources) -> list[str]:
 
 
 def _are_within(root: str, edited: Sequence[str]) -> bool:
-    """Whether one of these lines of `changed_files` names a file of a repository."""
+    """Check whether a line of `changed_files` names a file of a repository."""
     return any((Path.cwd() / line).is_relative_to(root) for line in edited)
 
 
 def changes_at_start(run_dir: Path, since: float) -> list[str]:
-    """What `code_changes` found when the run was last started by a command, if that was later than `since`."""
+    """Return the `code_changes` that the last command found when it started the run, if it ran later than `since`."""
     code = files.read_object(RunDir(run_dir).code)
     changes, time = code.get("changes"), code.get("time")
     return list(changes) if isinstance(changes, list) and isinstance(time, float) and time > since else []
 
 
 def code_facts(code: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what identifies the code of a run: commits, uncommitted changes, and the user's own files."""
+    """Return the entries that identify the code of a run: commits, uncommitted changes, and the user's source files."""
     found: dict[str, Any] = {"runner": object_in(code, "runner").get("digest")}
     for root, described in object_in(code, "repositories").items():
         if isinstance(described, dict):
@@ -215,13 +215,13 @@ def code_facts(code: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def environment_facts(code: Mapping[str, Any], attempt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a run's last start and one of its attempts ran on."""
+    """Return the environment of a run's last start and of one attempt: Python, platform, packages, node, ranks."""
     found = {"python": code.get("python"), "platform": code.get("platform"), **object_in(code, "packages")}
     return found | {key: attempt.get(key) for key in ("node", "ranks")}
 
 
 def object_in(record: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return an object within a record, which may have been edited; empty if it is none."""
+    """Return an object within a record, which may have been edited; empty if the entry is no object."""
     part = record.get(name)
     return part if isinstance(part, dict) else {}
 
@@ -248,18 +248,18 @@ def _data_package() -> Path:
 
 
 def _source_digest(*folders: Path) -> str:
-    """Digest of the Python files in `folders`."""
+    """Return one digest of all Python files in `folders`."""
     digest = hashlib.sha256()
     for folder in folders:
         tree = files.walk(folder)
         sources = [Path(parent, name) for parent, _, names in tree for name in names if name.endswith(".py")]
-        for path in sorted(filter(files.is_file, sources)):  # an editor may have left a link that leads nowhere
+        for path in sorted(filter(files.is_file, sources)):  # an editor may leave a dangling link
             digest.update(f"{path.relative_to(folder)}\0".encode() + files.read_bytes(path) + b"\0")
     return digest.hexdigest()[:16]
 
 
 def _roots() -> list[Path]:
-    """The git repositories that hold the current directory and this package."""
+    """Return the git repositories that hold the current directory and this package."""
     found = set()
     for folder in (Path.cwd(), _package()):
         found.update([path for path in (folder, *folder.parents) if files.exists(path / ".git")][:1])
@@ -267,17 +267,17 @@ def _roots() -> list[Path]:
 
 
 def _describe_repository(root: Path) -> dict[str, Any] | None:
-    """Commit, diff and untracked files of a git repository; None if git cannot tell its commit."""
+    """Return commit, diff and untracked files of a git repository; None if git cannot determine its commit."""
     filters = _own_filters(root)
     if filters is None or any("=" in key for key in filters):
-        return None  # the option -c cannot name such a filter, and so not disable it
+        return None  # the option -c cannot disable such a filter
     safe = [*SAFE, *(option for key in filters for option in ("-c", f"{key}="))]
     questions = (
         ("rev-parse", "HEAD"),
         ("diff", "HEAD", *SAFE_DIFF),
         ("status", "--porcelain", "--ignore-submodules=dirty"),
     )
-    asked = [_start_git(root, *safe, *question) for question in questions]  # side by side: each may take seconds
+    asked = [_start_git(root, *safe, *question) for question in questions]  # in parallel: each may take seconds
     commit, diff, status = (_output(process) for process in asked)
     if commit is None:
         return None
@@ -290,13 +290,10 @@ def _describe_repository(root: Path) -> dict[str, Any] | None:
 
 
 def _own_filters(root: Path) -> list[str] | None:
-    """The keys of the filters (programs) that the repository's own configuration defines, not those of the user.
-
-    None if git cannot tell.
-    """
+    """Return the filters (programs) that the repository's configuration defines, not the user's; None if git fails."""
     scopes = ["--local"]
     separate = _config(root, "--local", "--bool", "--get", "extensions.worktreeConfig")
-    if separate == ["true"]:  # without it git refuses the option where there are several working trees
+    if separate == ["true"]:  # else git refuses --worktree if there are several working trees
         scopes.append("--worktree")
     query = ("--includes", "--name-only", "--get-regexp", r"^filter\.")
     found = [separate, *(_config(root, scope, *query) for scope in scopes)]
@@ -304,7 +301,7 @@ def _own_filters(root: Path) -> list[str] | None:
 
 
 def _config(root: Path, *query: str) -> list[str] | None:
-    """The lines with which `git config` answers, of which there may be none; None if it cannot tell."""
+    """Return the lines that `git config` prints, perhaps none; None if it fails."""
     process = _start_git(root, "config", *query)
     output = _output(process)
     if output is None and (process is None or process.returncode != NOTHING_FOUND):
@@ -313,7 +310,7 @@ def _config(root: Path, *query: str) -> list[str] | None:
 
 
 def _start_git(root: Path, *arguments: str) -> processes.Process[bytes] | None:
-    """Put a question to git; None if git is not installed."""
+    """Start a git command; return None if git is not installed."""
     environment = {name: value for name, value in processes.environment.items() if name not in DROPPED} | ENVIRONMENT
     command = ["git", "-C", str(root), *arguments]
     try:

@@ -1,6 +1,6 @@
-"""The user's own source files that a run depends on: what its config names by `_target_`, and all that these import.
+"""Find the user's source files that a run depends on: the modules named by `_target_`, and all that they import.
 
-They are found in the sources themselves: nothing is imported or executed. Imports neither torch nor hydra.
+Imports are read from the source text: nothing is imported or executed. Imports neither torch nor hydra.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from runner.system import files, modules
 INSTALLED = {"site-packages", "dist-packages"}
 SHIPPED = ("runner", "launch", "exactdata")
 UNREADABLE = "unreadable"
-"""Stands for the digest of a file that cannot be read."""
+"""Replaces the digest of a file that cannot be read."""
 
 
 def named_targets(node: Any) -> list[str]:
-    """Every `_target_` in the plain values of a config, each once, sorted."""
+    """Return every `_target_` in the plain values of a config, each once, sorted."""
     return sorted(set(_targets(node)))
 
 
@@ -40,7 +40,7 @@ def _targets(node: Any) -> Iterator[str]:
 
 
 class Sources:
-    """Finds and reads each file once, for all the configs of a command."""
+    """Reader of the user's source files, which reads each file once for all the configs of a command."""
 
     def __init__(self) -> None:
         importlib.invalidate_caches()
@@ -50,10 +50,9 @@ class Sources:
         self._elsewhere = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
 
     def of(self, targets: Collection[str]) -> dict[str, str]:
-        """The digest of each file of the user's own that `targets` depend on, by its path.
+        """Return the digest of each of the user's source files that `targets` depend on, by path.
 
-        Paths are relative to the current directory where they are below it. An extension in C has no source, and is
-        left out.
+        Paths below the current directory are relative to it. C extensions have no source, and are left out.
         """
         key = tuple(targets)
         if key not in self._of:
@@ -70,7 +69,7 @@ class Sources:
             looked_at.add(name)
             for spec in modules.along(name) if all(part.isidentifier() for part in name.split(".")) else ():
                 if not self._is_own(spec):
-                    self._foreign |= {spec.name}  # and so is what is in it
+                    self._foreign |= {spec.name}  # so are its submodules
                     break
                 if spec.origin and spec.has_location:  # a namespace package has no file
                     digest, imported = self._look_at(spec)
@@ -105,11 +104,11 @@ def _is_extension(path: Path) -> bool:
 
 
 def _imported(content: bytes, package: str) -> Iterator[str]:
-    """The dotted names that a source imports anywhere: of `from a import b` it is `a.b`, as `b` may be a module.
+    """Yield the dotted names that a source imports anywhere: `from a import b` yields `a.b`, as `b` may be a module.
 
     Args:
-        content: of the file; one with an error in it imports nothing.
-        package: that relative imports start from.
+        content: of the file. A file with a syntax error imports nothing.
+        package: the package that relative imports start from.
     """
     try:
         nodes = list(ast.walk(ast.parse(content)))
@@ -129,12 +128,12 @@ def _shown(origin: str) -> str:
 
 
 def changed_files(before: dict[str, Any], now: dict[str, Any], moved_from: str) -> list[str]:
-    """A line for each file that differs between two results of `Sources.of`.
+    """Return a line for each file that differs between two results of `Sources.of`.
 
     Args:
-        before: the earlier one.
-        now: the later one, of the current directory.
-        moved_from: the directory of the earlier one: a file is the same one at its relative or at its absolute path.
+        before: the earlier result.
+        now: the later result, of the current directory.
+        moved_from: the directory of the earlier result. A file is matched by its relative or its absolute path.
     """
     here = Path.cwd()
     absolute = {os.path.join(moved_from, name): name for name in before}

@@ -1,7 +1,7 @@
-"""What a run is doing, by one look at its records, its lease and its job: the answer that every command reads.
+"""Determine the state of a run from its records, its lease and its job, the same way for every command.
 
-A look neither waits nor writes. The records may be written by anybody: look within `trust.reading`. Clocks of different
-machines are never compared. Nothing here imports torch, hydra or numpy.
+`look` neither waits nor writes. The records may be written by anybody: call it within `trust.reading`. Clocks of
+different machines are never compared. Nothing here imports torch, hydra or numpy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from runner.rundir.paths import RunDir
 from runner.system import files, processes
 
 IN_QUEUE = ("pending", "requeued", "suspended", "ending")
-"""Words for a run whose job will go on by itself, beside `running`."""
+"""States, besides `running`, of a run whose job will continue without a command."""
 
 _BY_URGENCY = (
     *("failed", "crash loop", "stuck", "killed", "unreadable", "running", "suspended", "ending", "requeued", "pending"),
@@ -31,16 +31,17 @@ _BY_URGENCY = (
 
 @dataclass(frozen=True)
 class State:
-    """What a run was doing when somebody looked.
+    """The state of a run at one moment.
 
     Attributes:
         run: its directory.
-        word: `finished`, `running`, one of `IN_QUEUE`; or what has ended it: `interrupted`, `cancelled`, `killed`,
-            `failed`, `crash loop`, `stuck`, `withdrawn`; `paused` by a search; or `not started`.
-        holder: the process that certainly trains it now, for messages; None if there is none, or nobody can tell here.
-        job: its job, as far as the scheduler knows more about it than the records.
+        word: `finished`, `running` or one of `IN_QUEUE`; why it ended, `interrupted`, `cancelled`, `killed`, `failed`,
+            `crash loop`, `stuck` or `withdrawn`; `paused` by a search; or `not started`.
+        holder: the process that certainly trains it now, for messages; None if there is none, or this machine cannot
+            know.
+        job: its job, if the scheduler knows more about it than the records; else None.
         status: see `attempt_log.status_of`.
-        attempts: those that have ended.
+        attempts: the attempts that have ended.
         newest: the record of the last step.
         finish: how far it has finished.
     """
@@ -56,7 +57,7 @@ class State:
 
     @property
     def step(self) -> int:
-        """Return the last step that was recorded; the status may be some seconds older."""
+        """Return the last recorded step. The status may be some seconds older."""
         return max(entry(self.newest, "step", int) or 0, entry(self.status, "step", int) or 0)
 
     @property
@@ -81,13 +82,13 @@ class State:
 def look(
     run: RunDir, job: JobInfo | None = None, unanswered: bool = False, watcher: LeaseWatcher | None = None
 ) -> State:
-    """Look at what a run is doing now.
+    """Determine the state of a run now.
 
     Args:
         run: its directory, which may be missing.
-        job: what the scheduler reports, None if it knows of no job.
+        job: the job that the scheduler reports; None if it reports none.
         unanswered: the scheduler could not be asked, so there may be a job although `job` is None.
-        watcher: tells by heartbeats, too, whether the process that holds the lease is alive.
+        watcher: also judges by heartbeats whether the holder of the lease is alive.
 
     Raises:
         OSError: a record cannot be read.
@@ -109,7 +110,7 @@ def look(
 
 
 def asked(run: RunDir) -> State:
-    """Look at a run after asking its scheduler. Takes some seconds where only a heartbeat tells whether it is alive.
+    """Ask the scheduler about a run, then determine its state. Takes seconds where only a heartbeat shows life.
 
     Raises:
         OSError: a record cannot be read.
@@ -122,7 +123,7 @@ def asked(run: RunDir) -> State:
 
 
 def holder_of(lease: Path) -> str | None:
-    """Name the holder of a lease, if that process is certainly alive; in doubt, whoever acquires it finds out.
+    """Describe the holder of a lease, if that process is certainly alive; else return None.
 
     Raises:
         OSError: it cannot be read.
@@ -134,7 +135,7 @@ def holder_of(lease: Path) -> str | None:
 
 
 def entry(record: Mapping[str, Any], name: str, kind: type) -> Any:
-    """Return the entry `name` of a record, None if there is none.
+    """Return the entry `name` of a record, or None if it is missing.
 
     Raises:
         ValueError: it is of another type.
@@ -148,19 +149,19 @@ def entry(record: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 def urgency(word: str) -> int:
-    """Rank a run's word: runs with low ranks are shown first where a window has not enough lines for all."""
+    """Rank a state; low ranks are shown first where a window has too few lines for all runs."""
     return _BY_URGENCY.index(word) if word in _BY_URGENCY else -1
 
 
 def submitted_job(run: RunDir) -> str | None:
-    """Read the id of the job that was submitted last."""
+    """Read the id of the job that was submitted last for a run."""
     job_id: str | None = entry(files.read_object(run.job), "job_id", str)
     return job_id
 
 
 def sweep_of(run: RunDir) -> str | None:
-    """Name what the run was submitted in, together with others; None if that is not known."""
-    with suppress(OSError):  # of a run that somebody else keeps here, say
+    """Return the name of the sweep that the run was submitted in; None if unknown."""
+    with suppress(OSError):  # such as another user's run
         name = files.read_object(run.job).get("sweep")
         return name if isinstance(name, str) else None
     return None
@@ -177,14 +178,14 @@ def _word(
     recorded = entry(status, "state", str) or ""
     own = job is not None and job.job_id == status.get("job_id")
     if recorded == "finished" and job is not None and job.live and _is_newer(run.finished, run.job):
-        return "finished"  # before its job has left the queue, which may be never
+        return "finished"  # its job may stay in the queue, perhaps for ever
     if job is not None and job.state != "ending":
         return job.state
     if job is not None and own and job.restarts > (status.get("restart_count") or 0):
-        return "requeued"  # already, while it is releasing its node
+        return "requeued"  # although the job is still releasing its node
     if recorded == "running" and alive:
         return "running"
-    if job is not None:  # it is releasing its node; what the attempt recorded about being requeued still holds
+    if job is not None:  # it is releasing its node; the state that the attempt recorded still holds
         return recorded if recorded not in ("", "running", "failed") else "ending"  # a failed job may be requeued
     if recorded == "running":
         total = entry(status, "total", int)
@@ -196,7 +197,7 @@ def _word(
 
 
 def _before_start(run: RunDir, unanswered: bool) -> str:
-    """The word for a run without any attempt and without a job in the queue."""
+    """Name the state of a run without any attempt and without a job in the queue."""
     if not files.exists(run.job):
         return "not started"
     if unanswered:
@@ -205,7 +206,7 @@ def _before_start(run: RunDir, unanswered: bool) -> str:
 
 
 def _has_log(run: RunDir) -> bool:
-    """Check whether the submitted job has written to its log. A task of an array has a link to where it would be."""
+    """Check whether the submitted job has written to its log. An array task's log is a link that may lead nowhere."""
     names = files.list_dir(run.logs) if files.is_dir(run.logs) else []
     mine = [name for name in names if name.startswith(f"{submitted_job(run)}_") and name.endswith("_log.out")]
     return any(files.exists(run.logs / name) for name in mine)
@@ -214,14 +215,15 @@ def _has_log(run: RunDir) -> bool:
 def _knows_better(
     job: JobInfo, run: RunDir, status: Mapping[str, Any], attempts: list[dict[str, Any]], alive: bool
 ) -> bool:
-    """Whether a job that is over ended in a way that the run could not record."""
+    """Check whether a job ended in a way that the run could not record."""
     if job.state == "completed":
         return False
     if job.state == "failed" and job.reason is not None:
-        # Given up: no attempt of it could begin, or record anything. The run may have been started elsewhere since.
+        # The scheduler gave the job up: no attempt could begin or record anything. The run may have been started
+        # elsewhere since.
         return not alive and not _has_gone_on(job, run, status)
     recorded = status.get("state")
-    if recorded == "running":  # killed; whether by scancel, only the scheduler knows
+    if recorded == "running":  # killed; only the scheduler knows whether by scancel
         return bool(job.state == "cancelled" and job.job_id == status.get("job_id"))
     if recorded in (None, "requeued"):
         return True
@@ -230,9 +232,9 @@ def _knows_better(
 
 
 def _has_gone_on(job: JobInfo, run: RunDir, status: Mapping[str, Any]) -> bool:
-    """Whether the run has finished, or made an attempt that was not of this job, since it was submitted.
+    """Check whether the run has finished, or another job or process has made an attempt, since the submission.
 
-    By the times of the files: one clock, that of the file system, set all of them.
+    Compares the times of the files, which are all by the file system's clock.
     """
     submitted = modified(run.job) or 0.0
     foreign = [run.status, run.attempt, run.attempts] if status.get("job_id") != job.job_id else []
@@ -244,7 +246,7 @@ def _is_newer(one: Path, other: Path) -> bool:
 
 
 def modified(path: Path) -> float | None:
-    """When a file was changed, by the clock of the file system; None if it is missing."""
+    """Return when a file was changed, by the file system's clock; None if it is missing."""
     with suppress(FileNotFoundError):
         return files.lstat(path).st_mtime
     return None

@@ -1,7 +1,7 @@
-"""What schedulers report about submitted runs, asked through the launchers that submitted them.
+"""Ask schedulers about submitted runs, through the launchers that submitted them.
 
-A run directory may be shared and its files written by anybody, so job.json only selects among the launchers that this
-installation knows; nothing is imported because a file names it. Nothing here imports torch, numpy or hydra.
+A run directory may be shared and written by anybody, so job.json only selects among the launchers that this
+installation knows. Nothing is imported because a file names it. Nothing here imports torch, numpy or hydra.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from runner.system import files
 GROUP = "runner.launchers"
 """The entry-point group in which a package registers its launchers, classes that can be called without arguments."""
 NONE = "no launcher"
-"""In place of the class, where job.json does not name one."""
+"""Replaces the class where job.json names none."""
 SHIPPED = ("launch.local:LocalLauncher", "launch.slurm:SlurmLauncher")
 
 
 def jobs(runs: Iterable[RunDir]) -> tuple[dict[Path, JobInfo], dict[Path, str]]:
-    """The jobs that schedulers report, and for runs whose scheduler could not be asked the reason; both by path."""
+    """Return the jobs that schedulers report, and why a run's scheduler cannot be asked; both by run directory."""
     submitted: dict[str, list[Path]] = {}
     found: dict[Path, JobInfo] = {}
     unanswered: dict[Path, str] = {}
@@ -46,10 +46,10 @@ def jobs(runs: Iterable[RunDir]) -> tuple[dict[Path, JobInfo], dict[Path, str]]:
 
 
 def cancel(runs: Iterable[RunDir]) -> dict[Path, str]:
-    """End the live jobs of runs through the launchers that submitted them. Return what was ended, by path.
+    """End the live jobs of runs through the launchers that submitted them, and return what was ended, by path.
 
     Raises:
-        UserError: a launcher cannot do that, or its scheduler does not answer or refuses.
+        UserError: a launcher cannot cancel, or its scheduler does not answer or refuses.
     """
     ended: dict[Path, str] = {}
     submitted: dict[str, list[Path]] = {}
@@ -65,16 +65,16 @@ def cancel(runs: Iterable[RunDir]) -> dict[Path, str]:
 
 
 def launcher_of(run: RunDir) -> str | None:
-    """The class that submitted the run, None if the run was never submitted; it may have been started here since.
+    """Return the class that submitted the run; None if the run was never submitted.
 
-    Without job.json (the command was killed before it wrote it), the class of the job that trained last.
+    Without a job.json (the command was killed before it wrote it), return the launcher of the job that trained last.
 
     Raises:
         OSError: job.json or status.json cannot be read.
     """
     try:
-        # Opened, and not looked at first: on a network file system a machine may believe for seconds that what it has
-        # missed once is missing still, but asks the server when it opens a file.
+        # Opened at once, without checking first that it exists: on a network file system a machine may believe for
+        # seconds that a file is still missing, but it asks the server when it opens one.
         found = files.read_regular(run.job)
     except (FileNotFoundError, NotADirectoryError):
         launcher = files.read_object(run.status).get("launcher")
@@ -85,10 +85,10 @@ def launcher_of(run: RunDir) -> str | None:
 
 
 def _known_launcher(name: str) -> metadata.EntryPoint:
-    """The registered launcher of that name (`module.Class`).
+    """Return the registered launcher of that name (`module.Class`).
 
     Raises:
-        LookupError: there is none.
+        LookupError: no such launcher is registered.
     """
     for value in SHIPPED:
         if name == value.replace(":", "."):

@@ -1,8 +1,8 @@
-"""Where the time of one attempt went: seconds by activity, and how much of its training a checkpoint keeps.
+"""Account for the time of one attempt: seconds by activity, and how much of its training a checkpoint keeps.
 
-The seconds are of one clock, the monotonic one of rank 0's machine, from the start of its process or its job on. While
-the attempt runs they are in status.json and in the heartbeat of its lease, so that the next attempt can tell where the
-time of one went that was killed: up to its last heartbeat.
+The seconds are by the monotonic clock of rank 0's machine, from the start of its process or its job. While the attempt
+runs, they are in status.json and in the heartbeat of its lease. So the next attempt knows how a killed attempt spent
+its time, up to the last heartbeat.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Any, NamedTuple, TypeGuard
 from runner.system.stopwatch import Stopwatch
 
 ACTIVITIES = ("start", "restore", "steps", "data_wait", "save", "evaluation", "end")
-"""What an attempt does: the process starts and opens everything; it restores a checkpoint; it makes steps, waits for
-their batches, is stalled by saves, evaluates; it records its end and is requeued."""
+"""Activities of an attempt: `start` of the process, `restore` of a checkpoint, `steps`, waiting for batches
+(`data_wait`), stalls by a `save`, `evaluation`, and the `end`: it records its end and is requeued."""
 MAX_SECONDS = 3e13
-MAX_SAVES = 16  # remembered: a checkpoint may be committed some saves after it was begun, and be lost
+MAX_SAVES = 16  # remembered: a checkpoint may be committed some saves after it was begun, or be lost
 MAX_LAPS = 100  # remembered
 
 
 class Laps(NamedTuple):
-    """The steps that an attempt has completed: how many, and the seconds of the last ones, without its first step."""
+    """The number of steps that an attempt has completed, and the seconds of the last ones, without its first step."""
 
     steps: int = 0
     seconds: tuple[float, ...] = ()
 
 
 class TimeAccount(Stopwatch):
-    """The seconds of the attempt that this process makes, by activity.
+    """The seconds of this process's attempt, by activity.
 
     Args:
-        since: when it began, on the monotonic clock; now by default.
+        since: when the attempt began, on the monotonic clock; now by default.
     """
 
     def __init__(self, since: float | None = None) -> None:
@@ -41,10 +41,10 @@ class TimeAccount(Stopwatch):
         self._trained: dict[int, float] = {}  # seconds of steps so far, by the step that was saved then
         self._lapped = 0.0
         self.laps = Laps()
-        """Of the steps so far; replaced as a whole, so that any thread may read it."""
+        """The steps so far. Replaced as a whole, so that any thread may read it."""
 
     def stepped(self) -> None:
-        """A step is complete, with all that belongs to it."""
+        """Count a completed step and its duration."""
         seconds = self.seconds()
         before, self._lapped = self._lapped, seconds.get("steps", 0.0) + seconds.get("data_wait", 0.0)
         steps, laps = self.laps
@@ -52,32 +52,32 @@ class TimeAccount(Stopwatch):
         self.laps = Laps(steps + 1, (*laps, self._lapped - before)[-MAX_LAPS:] if steps else ())
 
     def saving(self, step: int) -> None:
-        """The state after `step` is about to be saved."""
+        """Note that the state after `step` is about to be saved, and the training time until then."""
         self._saves += 1
         # Replaced as a whole: the thread of the heartbeat may be reading it.
         trained = {**self._trained, step: round(self.of("steps"), 3)}
         self._trained = {each: trained[each] for each in sorted(trained)[-MAX_SAVES:]}
 
     def state(self) -> dict[str, Any]:
-        """For status.json and the heartbeat."""
+        """Return the account for status.json and the heartbeat."""
         trained = {str(step): seconds for step, seconds in self._trained.items()}
         return {"seconds": _rounded(self.seconds()), "saves": self._saves, "trained": trained}
 
 
 def latest(attempt: Any, *records: Mapping[str, Any]) -> Any:
-    """The last of the states of an attempt's account, each in a record with the number of its `attempt`; or None."""
+    """Return the last account state of an attempt among records that each have its number; None if there is none."""
     states = [record.get("time") for record in records if record.get("attempt") == attempt]
     return max(states, key=lambda state: sum(_durations(state, "seconds").values()), default=None)
 
 
 def closed(state: Any, start_step: int, checkpoint_step: int, end_step: int | None = None) -> dict[str, Any]:
-    """From the last state of an attempt, its entries `seconds`, `kept_s`, `trained` and `saves`; none if unusable.
+    """Compute an attempt's entries `seconds`, `kept_s`, `trained` and `saves` from its last state; none if unusable.
 
     Args:
-        state: what `TimeAccount.state` gave, perhaps read from a file.
-        start_step: at which the attempt began.
-        checkpoint_step: of the newest checkpoint when the attempt ended; the steps after it have to be made again.
-        end_step: the last step of an attempt that ended between two steps; others may have begun another one.
+        state: from `TimeAccount.state`, perhaps read from a file.
+        start_step: the step at which the attempt began.
+        checkpoint_step: the newest checkpoint's step when the attempt ended. Later steps must be repeated.
+        end_step: the last step of an attempt that ended between two steps; None if it may have begun another one.
     """
     seconds, trained = (_durations(state, name) for name in ("seconds", "trained"))
     if not seconds:
@@ -85,7 +85,7 @@ def closed(state: Any, start_step: int, checkpoint_step: int, end_step: int | No
     steps = seconds.get("steps", 0.0)
     saved = {int(step): value for step, value in trained.items() if re.fullmatch("[0-9]{1,15}", step)}
     until = [saved[step] for step in sorted(saved) if step <= checkpoint_step]
-    # Of a step after the last known save: it was saved and committed after the state was written.
+    # The checkpoint is later than the last known save: it was committed after the state was written.
     saved_since = checkpoint_step > max(saved, default=start_step)
     all_saved = end_step is not None and checkpoint_step >= end_step
     kept = steps if saved_since or all_saved else until[-1] if until else 0.0
@@ -96,13 +96,13 @@ def closed(state: Any, start_step: int, checkpoint_step: int, end_step: int | No
 
 
 def kept_up_to(attempt: Mapping[str, Any], step: int) -> float:
-    """The part of its `steps` that an attempt kept, if the next one resumed at `step` from an older checkpoint."""
+    """Return the seconds of `steps` that an attempt kept, if the next one resumed at `step`, an older checkpoint."""
     trained = _durations(attempt, "trained")
     return max((seconds for each, seconds in trained.items() if each.isdecimal() and int(each) <= step), default=0.0)
 
 
 def _durations(state: Any, name: str) -> dict[str, float]:
-    """The entries of an object within a record that are durations; none if there is no such object."""
+    """Return the durations in the object `name` of a record; empty if there is no such object."""
     found = state.get(name) if isinstance(state, Mapping) else None
     if not isinstance(found, Mapping):
         return {}
@@ -110,9 +110,9 @@ def _durations(state: Any, name: str) -> dict[str, float]:
 
 
 def lived_s(attempt: Mapping[str, Any]) -> float | None:
-    """How long an attempt took, from its line in attempts.jsonl; None if that is not known.
+    """Return how many seconds an attempt took, from its line in attempts.jsonl; None if unknown.
 
-    One without an account: by the wall clock, which of a killed attempt only tells when the next one began.
+    Without an account, the wall clock decides. For a killed attempt that includes the time until the next one began.
     """
     if seconds := _durations(attempt, "seconds"):
         return sum(seconds.values())
@@ -121,7 +121,7 @@ def lived_s(attempt: Mapping[str, Any]) -> float | None:
 
 
 def is_duration(value: Any) -> TypeGuard[float]:
-    """Whether a value of a record is a number of seconds; one of more than a million years is damage."""
+    """Check whether a value of a record is a number of seconds. More than a million years is damage."""
     return type(value) in (int, float) and 0 <= value < MAX_SECONDS
 
 

@@ -1,6 +1,6 @@
-"""Whether a run directory is what it should be, and whether resuming it would run somebody else's code.
+"""Check that a run directory is intact, and that resuming it runs no other user's code.
 
-A frozen config names classes that a resume imports and calls: whoever can write it can run code as the user who
+A frozen config names classes that a resume imports and calls: anybody who can write it can run code as the user who
 resumes. Nothing here imports torch, hydra or numpy.
 """
 
@@ -17,8 +17,8 @@ from runner.rundir.paths import RunDir
 from runner.system import accounts, files, processes
 
 VARIABLE = "RUNNER_TRUST"
-"""Directories, separated by colons: runs at and below them are resumed whoever can write there. It cannot be a setting,
-because a run's settings are in the very file that is in doubt; and it reaches ranks and jobs with the environment."""
+"""Directories, separated by colons, in which any run is resumed, whoever can write there. It is no setting, because a
+run's settings are in the very file that is in doubt. Ranks and jobs inherit it with the environment."""
 
 RECORDS = {
     name: stat.S_IFREG if Path(name).suffix else stat.S_IFDIR
@@ -34,7 +34,7 @@ KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a directory", stat.S_IF
 
 @contextmanager
 def reading(run: RunDir) -> Iterator[None]:
-    """Whatever the records of a run contain, reading them ends well or with one error that says what is wrong.
+    """Turn every error of reading a run's records within the block into one RunDirError that explains it.
 
     Raises:
         RunDirError: a record cannot be read, is of another kind, or holds values of other types than expected.
@@ -51,13 +51,13 @@ def reading(run: RunDir) -> Iterator[None]:
 
 
 def check_kinds(run: RunDir) -> None:
-    """Whether every record of a run is a regular file, or a directory where it should be one; missing ones are fine.
+    """Check that each record of a run that exists is a regular file, or a directory where one is expected.
 
-    The run directory itself may be a link, and so may everything above it: the user names it. Inside it nothing is
-    followed, because it would lead to files of another place.
+    The run directory and its parents may be links: the user names them. Links inside it are refused, because they would
+    lead to files outside it.
 
     Raises:
-        RunDirError: the first entry of another kind.
+        RunDirError: names the first entry of another kind.
         OSError: the run directory cannot be read.
     """
     found = files.kinds(run.path)
@@ -72,15 +72,15 @@ def check_kinds(run: RunDir) -> None:
 
 
 def check_trusted(run: RunDir) -> None:
-    """Whether the run directory and its config are this user's or root's, and writable by nobody else.
+    """Check that this user or root owns the run directory and its config, and nobody else can write them.
 
-    A run directory that is a link must be this user's or root's, too: under a name that can be predicted, others could
-    plant one to another run of this user. Writable by its group is allowed if the group is the user's own
+    If the run directory is a link, this user or root must own the link, too: others could plant one under a predictable
+    name that leads to another run of this user. Group-writable is allowed if the group is the user's own
     (`accounts.is_private_group`) and there is no access list. Nothing is checked in the directories of the environment
     variable RUNNER_TRUST.
 
     Raises:
-        RunDirError: naming the path, its owner and mode, and the remedy; or see `check_kinds`.
+        RunDirError: names the path, its owner and mode, and the remedy; or see `check_kinds`.
         OSError: the run directory cannot be read.
     """
     _check_link(run.path)
@@ -92,16 +92,16 @@ def check_trusted(run: RunDir) -> None:
 
 
 def check_private(path: Path, trusted: Path, why: str, remedy: str) -> None:
-    """Check that a path is this user's or root's, and writable by nobody else; see `check_trusted`.
+    """Check that this user or root owns a path, and nobody else can write it; see `check_trusted`.
 
     Args:
         path: a file or a directory.
-        trusted: the directory that RUNNER_TRUST would have to name.
-        why: what it matters for.
+        trusted: the directory that RUNNER_TRUST would have to list.
+        why: why it matters, for the message.
         remedy: what to do if it is another user's.
 
     Raises:
-        RunDirError: naming the path, its owner and mode, and the remedy.
+        RunDirError: names the path, its owner and mode, and the remedy.
         OSError: it cannot be read.
     """
     found = files.stat(path)
@@ -114,7 +114,7 @@ def check_private(path: Path, trusted: Path, why: str, remedy: str) -> None:
 
 
 def _check_link(path: Path) -> None:
-    """Refuse a run directory that is a link of another user, unless the directory that the link is in is trusted."""
+    """Refuse a run directory that is another user's link, unless the link's parent directory is trusted."""
     with suppress(FileNotFoundError, NotADirectoryError):
         found = files.lstat(path)
         if stat.S_ISLNK(found.st_mode) and not _is_ours(found) and not _is_named_trusted(path.parent):
@@ -126,7 +126,7 @@ def _check_link(path: Path) -> None:
 
 
 def is_private(path: Path) -> bool:
-    """Whether a directory is this user's or root's, and writable by nobody else; see `check_trusted`.
+    """Return whether this user or root owns a directory, and nobody else can write it; see `check_trusted`.
 
     Raises:
         OSError: it cannot be read.

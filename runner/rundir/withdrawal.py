@@ -1,7 +1,7 @@
-"""That somebody has withdrawn a run with `runner cancel`. Imports no torch.
+"""Record that `runner cancel` has withdrawn a run. Imports no torch.
 
-The record is valid for one job, or for one attempt on a machine without a scheduler. Nobody removes it: a later job or
-attempt makes it void.
+The record is valid for one job, or for one attempt on a machine without a scheduler. It is never removed: a later job
+or attempt makes it void.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from runner.rundir.paths import RunDir
 from runner.system import clock, files, processes
 
 STOPPED = ("cancelled", "interrupted", "killed", "paused")
-"""Words for a run that has ended before its time, in place of which `withdrawn` is shown."""
+"""States of a run that ended early. `withdrawn` is shown in their place."""
 
 
 def record(run: RunDir, status: Mapping[str, Any]) -> None:
     """Record that the job of a run, or the attempt under way, is withdrawn.
 
     Args:
-        run: the run; nobody needs its lease for this.
+        run: the run. Its lease is not needed.
         status: as `attempt_log.status_of` reads it.
 
     Raises:
