@@ -9,7 +9,7 @@ from runner.system import processes
 
 
 def user_name(uid: int) -> str:
-    """The name of a user, or the number if it has none here (in a container, on a node without a directory service)."""
+    """Return the name of a user, or the number if it has none here (in a container, without a directory service)."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -17,7 +17,7 @@ def user_name(uid: int) -> str:
 
 
 def is_private_group(gid: int) -> bool:
-    """Whether this user alone is in a group: a user-private group, with which a umask of 002 gives nothing to others.
+    """Check whether only this user is in a group, so that a umask of 002 gives nothing to others.
 
     That is a group with the user's own name and no other member; without names, one with the user's own number.
     """

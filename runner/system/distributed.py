@@ -57,7 +57,7 @@ class World:
 
     @staticmethod
     def from_environment() -> World:
-        """RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them; one process where they are not set.
+        """Read RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them; one process where they are not set.
 
         Raises:
             UserError: the variables are not integers or contradict each other.
@@ -79,12 +79,12 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the only one that writes the run directory."""
+        """Check whether this is rank 0, the only one that writes the run directory."""
         return self.rank == 0
 
     @property
     def others(self) -> list[int]:
-        """The other ranks."""
+        """Return the other ranks."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def start(self, device: torch.device) -> None:
@@ -107,7 +107,7 @@ class World:
                 dist.destroy_process_group()
 
     def with_own_group(self, timeout_s: float) -> World:
-        """The same ranks over a gloo group of their own.
+        """Return the same ranks with a separate gloo group.
 
         A background thread may use it, one thread at a time, while training uses the default group.
 
@@ -122,7 +122,7 @@ class World:
             return replace(self, _group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of a CPU tensor over all ranks, in place."""
+        """Sum a CPU tensor over all ranks, in place."""
         if self.size > 1:
             import torch.distributed as dist
 
@@ -163,7 +163,7 @@ class World:
         return wait
 
     def broadcast_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values of rank 0 in `tensor` on every rank, in place; on any device that training uses."""
+        """Copy rank 0's values into `tensor` on every rank, in place; on any device that training uses."""
         if self.size > 1:
             import torch.distributed as dist
 
@@ -183,7 +183,7 @@ class World:
         return box[0]  # type: ignore[no-any-return]
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order, on every rank."""
+        """Return every rank's value, in rank order, on every rank."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist
@@ -194,7 +194,7 @@ class World:
         return values
 
     def gather_on_main(self, value: T) -> list[T]:
-        """Every rank's value, in rank order, on rank 0; an empty list on the others, which are spared the memory."""
+        """Return every rank's value, in rank order, on rank 0; an empty list on the others, to save memory."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist
@@ -268,7 +268,7 @@ class World:
 
 
 def lost_peer(error: RuntimeError) -> PeerError:
-    """The PeerError to raise where `error` came from a broken exchange with another rank."""
+    """Return the PeerError to raise where `error` came from a broken exchange with another rank."""
     return PeerError(
         f"another rank of this job has ended or does not answer: see its output ({type(error).__name__}: {error})"
     )
@@ -284,7 +284,7 @@ waited = _Waited()
 
 @contextmanager
 def _peer_errors() -> Iterator[None]:
-    """Around a collective: it is timed, and its errors (torch's are all RuntimeErrors) are PeerErrors."""
+    """Time a collective within the block, and raise its RuntimeErrors (torch raises no others) as PeerError."""
     began = clock.perf_counter()
     try:
         yield
@@ -306,7 +306,7 @@ Report = tuple[str, str, int | None, str | None]
 
 
 def _pack(error: Exception, rank: int) -> Report:
-    """The portable form of an error of `rank`."""
+    """Return the portable form of an error of `rank`."""
     if isinstance(error, OSError) and error.errno is not None:
         return "OSError", f"{error.strerror} (rank {rank})", error.errno, error.filename and str(error.filename)
     if isinstance(error, UserError):
@@ -329,7 +329,7 @@ def _unpack(report: Report) -> Exception:
 
 
 def shared(error: Exception) -> Exception:
-    """`error`, marked as one that every rank raises."""
+    """Mark `error` as one that every rank raises, and return it."""
     if isinstance(error, UserError):
         error.everywhere = True
     return error

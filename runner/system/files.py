@@ -46,7 +46,7 @@ AnyPath = str | os.PathLike[str]
 
 
 def this_thread() -> str:
-    """`PID-thread`, in names of files that no other thread of this machine writes meanwhile."""
+    """Return `PID-thread`, for names of files that no other thread of this machine writes at the same time."""
     return f"{os.getpid()}-{threading.get_ident()}"
 
 
@@ -146,7 +146,7 @@ disk_usage = shutil.disk_usage
 
 
 def resolve(path: AnyPath) -> Path:
-    """The absolute path without links; what is missing at its end is kept.
+    """Return the absolute path without links; missing parts at its end are kept.
 
     Raises:
         RuntimeError: links that lead in a circle.
@@ -155,7 +155,7 @@ def resolve(path: AnyPath) -> Path:
 
 
 def has_access_list(path: Path) -> bool:
-    """Whether a POSIX access list adds to the mode of `path`, whose group bits are then the mask of the list."""
+    """Check whether a POSIX access list adds to the mode of `path`; its group bits are then the list's mask."""
     try:
         os.getxattr(path, "system.posix_acl_access")
     except (OSError, AttributeError):  # none, no such file system, no such system
@@ -167,34 +167,34 @@ def has_access_list(path: Path) -> bool:
 
 
 def exists(path: AnyPath) -> bool:
-    """Whether something is at `path`, followed if it is a link.
+    """Check whether something is at `path`, followed if it is a link.
 
     Raises:
-        OSError: that cannot be told.
+        OSError: the file system cannot answer.
     """
     return _mode(path) is not None
 
 
 def is_dir(path: AnyPath) -> bool:
-    """Whether `path`, followed if it is a link, is a directory; raises as `exists` does."""
+    """Check whether `path`, followed if it is a link, is a directory; raises as `exists` does."""
     mode = _mode(path)
     return mode is not None and S_ISDIR(mode)
 
 
 def is_file(path: AnyPath) -> bool:
-    """Whether `path`, followed if it is a link, is a regular file; raises as `exists` does."""
+    """Check whether `path`, followed if it is a link, is a regular file; raises as `exists` does."""
     mode = _mode(path)
     return mode is not None and S_ISREG(mode)
 
 
 def is_link(path: AnyPath) -> bool:
-    """Whether `path` is a symbolic link; raises as `exists` does."""
+    """Check whether `path` is a symbolic link; raises as `exists` does."""
     mode = _mode(path, follow=False)
     return mode is not None and S_ISLNK(mode)
 
 
 def _mode(path: AnyPath, *, follow: bool = True) -> int | None:
-    """None if nothing is there."""
+    """Return the mode of `path`, or None if nothing is there."""
     try:
         return (stat(path) if follow else lstat(path)).st_mode
     except OSError as error:
@@ -206,12 +206,12 @@ def _mode(path: AnyPath, *, follow: bool = True) -> int | None:
 
 
 def is_taken(path: AnyPath) -> bool:
-    """Whether a name is in use, be it by a link that leads nowhere; raises as `exists` does."""
+    """Check whether a name is in use, even by a dangling link; raises as `exists` does."""
     return _mode(path, follow=False) is not None
 
 
 def seems_dir(path: AnyPath) -> bool:
-    """`is_dir` for a word that may be anything: False where that cannot be told."""
+    """Check `is_dir` for a word that may be anything. Return False where the file system cannot answer."""
     try:
         return is_dir(path)
     except OSError:  # too long for a name, perhaps
@@ -219,7 +219,7 @@ def seems_dir(path: AnyPath) -> bool:
 
 
 def kinds(directory: Path) -> dict[str, int]:
-    """The kind (`stat.S_IFREG` and so on) of each entry of a directory, itself not followed; empty if it is missing.
+    """Return the kind (`stat.S_IFREG` and so on) of each entry of a directory, links not followed; empty if missing.
 
     Raises:
         OSError: it cannot be read.
@@ -255,7 +255,7 @@ class Guard:
     check: Callable[[], None]
 
     def and_also(self, other: Guard) -> Guard:
-        """The right that is lost as soon as one of the two is."""
+        """Return a right that is lost as soon as either of the two is lost."""
 
         def check() -> None:
             self.check()
@@ -396,7 +396,7 @@ def open_append(path: Path) -> BinaryIO:
 
 
 def open_in_place(path: Path) -> int | None:
-    """A descriptor for reading a regular file and appending to it; None if a new file should rather take its place.
+    """Open a regular file for reading and appending; return None if a new file should replace it instead.
 
     That is: it is missing, a link, has a second name, under which somebody may keep it as it is, or is not writable.
     """
@@ -412,12 +412,12 @@ def open_in_place(path: Path) -> int | None:
 
 
 def size_of(fd: int) -> int:
-    """The size of an open file in bytes."""
+    """Return the size of an open file in bytes."""
     return stat_fd(fd).st_size
 
 
 def open_new(path: Path) -> BinaryIO:
-    """A new file, open for writing.
+    """Create a file and open it for writing.
 
     Raises:
         FileExistsError: it exists.
@@ -427,7 +427,7 @@ def open_new(path: Path) -> BinaryIO:
 
 @contextmanager
 def owned() -> Iterator[None]:
-    """What this process creates meanwhile is writable by nobody but its owner, whatever the umask."""
+    """Make files created within the block writable only by their owner, whatever the umask."""
     before = set_umask(0o022)
     set_umask(before | 0o022)
     try:
@@ -437,7 +437,7 @@ def owned() -> Iterator[None]:
 
 
 def read_regular(path: str | Path, *, limit: int = MAX_RECORD_BYTES, follow: bool = False) -> bytes:
-    """The content of a regular file of at most `limit` bytes.
+    """Read a regular file of at most `limit` bytes.
 
     Raises:
         OSError: see `open_regular`; or the file is larger.
@@ -453,7 +453,7 @@ def read_regular(path: str | Path, *, limit: int = MAX_RECORD_BYTES, follow: boo
 
 
 def lines_backwards(fd: int) -> Iterator[tuple[int, bytes]]:
-    """The lines of an open file from the last one to the first, each with its offset; not an incomplete last one.
+    """Yield the lines of an open file from last to first, each with its offset; skip an incomplete last one.
 
     Reads only as far as it is iterated.
     """
@@ -475,26 +475,26 @@ def lines_backwards(fd: int) -> Iterator[tuple[int, bytes]]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file."""
+    """Read the text of a file."""
     with open_file(path) as file:
         return file.read()
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file."""
+    """Read the content of a file."""
     with open_file(path, "rb") as file:
         return file.read()
 
 
 def read_small(path: str | Path) -> str | None:
-    """The text of a small regular file without surrounding white space; None if it cannot be read."""
+    """Read a small regular file, without surrounding white space; return None if it cannot be read."""
     with suppress(OSError):
         return read_if_there(path)
     return None
 
 
 def read_if_there(path: str | Path) -> str | None:
-    """As `read_small`, where a file that cannot be read just now must not be taken for a missing one.
+    """Read as `read_small` does, but raise if the file may exist and cannot be read now.
 
     Raises:
         OSError: the disk failed, say, or too many files are open; none of `NO_FILE`.
@@ -509,7 +509,7 @@ def read_if_there(path: str | Path) -> str | None:
 
 
 def read_link(path: str | Path) -> str | None:
-    """The target of a symbolic link; None if there is none."""
+    """Return the target of a symbolic link; None if there is none."""
     try:
         return read_link_raw(path)
     except OSError:
@@ -555,7 +555,7 @@ def replace(path: Path, content: bytes, *, durable: bool = True, guard: Guard | 
 def replace_by_part(
     path: Path, source: int, size: int, rest: bytes = b"", *, by_kernel: bool = True, guard: Guard | None = None
 ) -> int:
-    """`replace` with the first `size` bytes of an open file, and `rest`.
+    """Replace `path`, as `replace` does, with the first `size` bytes of an open file, and `rest`.
 
     Args:
         path: the file.
@@ -662,7 +662,7 @@ def sweep(directory: Path, lease: str, below: int) -> None:
 
 
 def write_atomic(path: Path, content: bytes | str, *, durable: bool = True, guard: Guard | None = None) -> None:
-    """`replace`, for a file that is not appended to."""
+    """Replace a file that is not appended to; see `replace`."""
     close_fd(replace(path, content.encode() if isinstance(content, str) else content, durable=durable, guard=guard))
 
 
@@ -687,12 +687,12 @@ def create(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True, guard: Guard | None = None) -> None:
-    """`write_atomic` of `value` as indented JSON."""
+    """Write `value` as indented JSON with `write_atomic`."""
     write_atomic(path, json.dumps(value, indent=2) + "\n", durable=durable, guard=guard)
 
 
 def read_json(path: Path, *, follow: bool = True) -> Any | None:
-    """The JSON value in `path`, or None if the file is missing or not valid JSON.
+    """Read the JSON value in `path`; return None if the file is missing or not valid JSON.
 
     Raises:
         OSError: see `read_regular`.
@@ -704,7 +704,7 @@ def read_json(path: Path, *, follow: bool = True) -> Any | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a record of a run, which may not be a link; empty if missing or not a JSON object.
+    """Read the JSON object in a record of a run, no link; empty if missing or not a JSON object.
 
     Raises:
         OSError: see `read_regular`.
@@ -726,7 +726,7 @@ def append_line(path: Path, value: Any) -> None:
 
 
 def read_lines(path: Path, *, limit: int | None = None, having: bytes = b"") -> Iterator[Any]:
-    """The JSON values of a `.jsonl` file; lines that are not valid JSON and an incomplete last line are skipped.
+    """Yield the JSON values of a `.jsonl` file; skip lines that are not valid JSON and an incomplete last line.
 
     Args:
         path: the file.

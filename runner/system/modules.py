@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 
 
 def find(name: str) -> ModuleSpec | None:
-    """The spec of a top-level module; None if there is none."""
+    """Return the spec of a top-level module; None if there is none."""
     try:
         return importlib.util.find_spec(name)
     except (ImportError, ValueError, AttributeError):  # one that is loaded may have lost its spec
@@ -16,13 +16,13 @@ def find(name: str) -> ModuleSpec | None:
 
 
 def find_in(package: ModuleSpec, name: str) -> ModuleSpec | None:
-    """The spec of the module `name` of a package; None if there is none."""
+    """Return the spec of the module `name` of a package; None if there is none."""
     where = package.submodule_search_locations
     return PathFinder.find_spec(f"{package.name}.{name}", where) if where is not None else None
 
 
 def along(dotted: str) -> Iterator[ModuleSpec]:
-    """The specs of the modules that a dotted name leads through: of `a.b.C` those of `a` and `a.b`."""
+    """Yield the specs of the modules in a dotted name: for `a.b.C`, those of `a` and `a.b`."""
     first, *names = dotted.split(".")
     found = find(first)
     while found is not None:

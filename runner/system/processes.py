@@ -92,7 +92,7 @@ _PARENT = "RUNNER_PARENT"
 
 
 def state_of(pid: int) -> tuple[str, str] | None:
-    """(state letter, start time) of a process of this machine, or None if there is none.
+    """Return (state letter, start time) of a process of this machine, or None if there is none.
 
     From /proc/<pid>/stat, fields 3 and 22 (proc(5)). The process name in field 2 may contain anything, so fields are
     counted from its closing bracket.
@@ -115,12 +115,12 @@ def _shown_state(pid: int) -> tuple[str, str] | None:
 
 
 def is_over(state: tuple[str, str] | None, start_time: object) -> bool:
-    """Whether a process that began at `start_time` has ended, from what `state_of` found under its number."""
+    """Check whether a process that began at `start_time` has ended, from the result of `state_of` for its number."""
     return state is None or state[1] != start_time or state[0] in "ZXx"
 
 
 def parent_of(pid: int) -> int | None:
-    """The process that started a process of this machine, or None if there is none: proc(5), field 4 of stat."""
+    """Return the parent of a process of this machine, or None if there is none: proc(5), field 4 of stat."""
     stat = files.read_small(f"/proc/{pid}/stat")
     return None if stat is None else int(stat.rpartition(")")[2].split()[1])
 
@@ -134,7 +134,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def began() -> float:
-    """When this process began, on `clock.monotonic`; now where that cannot be told."""
+    """Return when this process began, on `clock.monotonic`; now if that is unknown."""
     state = _shown_state(own_pid())
     # Counted in ticks since the machine was started: proc(5), field 22.
     return clock.monotonic() if state is None else uptime(int(state[1]) / os.sysconf("SC_CLK_TCK"))
@@ -146,12 +146,12 @@ def uptime(seconds: float) -> float:
 
 
 def boot_id() -> str | None:
-    """What tells this boot of this machine from all others."""
+    """Return an id of this boot of this machine."""
     return files.read_small("/proc/sys/kernel/random/boot_id")
 
 
 def this_process() -> dict[str, Any]:
-    """What identifies this process among all processes of all machines.
+    """Return the entries that identify this process among all processes of all machines.
 
     Raises:
         OSError: see `state_of`. Without its time, others would take this process for one that is over.
@@ -177,7 +177,7 @@ def tag() -> str:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -204,7 +204,7 @@ def end_with_parent() -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    """The child processes of a process of this machine, their children and so on."""
+    """Return the child processes of a process of this machine, their children and so on."""
     children = children_of(pid)
     return [*children, *(below for child in children for below in descendants(child))]
 
@@ -218,7 +218,7 @@ def described(pid: int) -> str:
 
 
 def peak_memory() -> int:
-    """The most memory that this process has had resident so far, in bytes."""
+    """Return the most memory that this process has had resident so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

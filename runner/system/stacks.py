@@ -41,17 +41,17 @@ class Frame(NamedTuple):
 
     @property
     def is_library(self) -> bool:
-        """Whether it is of Python or of an installed package."""
+        """Check whether the call is in Python's library or an installed package."""
         return self.file.startswith((*_LIBRARIES, "<frozen"))
 
 
 def of_threads() -> dict[int, list[Frame]]:
-    """The calls in progress in each thread of this process, by its ident; the innermost first."""
+    """Return the calls in progress in each thread of this process, by its ident; innermost first."""
     return {ident: _frames(frame) for ident, frame in _innermost().items()}
 
 
 def running_modules() -> set[str]:
-    """The names of the modules whose functions are in progress, in any thread of this process."""
+    """Return the names of the modules whose functions are in progress, in any thread of this process."""
     found = set()
     for frame in _innermost().values():
         calls: FrameType | None = frame
@@ -86,7 +86,7 @@ def _frames(frame: FrameType | None) -> list[Frame]:
 
 
 def text(first: int | None = None) -> str:
-    """The stacks of all threads of this process, the innermost call last, and of its child processes.
+    """Return the stacks of all threads of this process, the innermost call last, and of its child processes.
 
     Args:
         first: the thread to begin with.
@@ -116,7 +116,7 @@ def show_to_parent() -> None:
 
 
 def _stacks_of(pids: Sequence[int]) -> dict[int, str]:
-    """The stacks of those of these processes that show them, and answer in time."""
+    """Return the stacks of the processes that show them and answer in time."""
     places = {pid: place for pid in pids if (place := _memory_of(pid)) is not None}
     before = {pid: files.read_small(place) for pid, place in places.items()}
     for pid in places:
@@ -132,7 +132,7 @@ def _stacks_of(pids: Sequence[int]) -> dict[int, str]:
 
 
 def _memory_of(pid: int) -> str | None:
-    """Where a process writes its stacks, if it shows them."""
+    """Find the file in which a process writes its stacks, if it shows them."""
     folder = f"/proc/{pid}/fd"
     try:
         numbers = files.list_dir(folder)

@@ -1,4 +1,4 @@
-"""Adds up how long a process has been doing each of several things; at any moment it does exactly one of them."""
+"""Measure how long a process spends on each of several activities, exactly one at any moment."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Stopwatch:
 
     @property
     def activity(self) -> str:
-        """What it is doing now; any thread may ask."""
+        """Return the current activity; any thread may ask."""
         return self._state[0]
 
     def switch(self, doing: str) -> str:
-        """From now on it is `doing`; returns what it was until now."""
+        """Switch to the activity `doing`; return the activity until now."""
         now, (before, _, _) = clock.monotonic(), self._state
         self._state = doing, now, self._at(now)
         return before
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Within the block it is `what`, and afterwards what it was before."""
+        """Switch to the activity `what` within the block, and back afterwards."""
         before = self.switch(what)
         try:
             yield
@@ -43,11 +43,11 @@ class Stopwatch:
             self.switch(before)
 
     def of(self, what: str) -> float:
-        """The seconds of one activity so far."""
+        """Return the seconds of one activity so far."""
         return self.seconds().get(what, 0.0)
 
     def seconds(self) -> dict[str, float]:
-        """The seconds of each activity so far."""
+        """Return the seconds of each activity so far."""
         return self._at(clock.monotonic())
 
     def _at(self, now: float) -> dict[str, float]:

@@ -19,7 +19,7 @@ MAX_LINE = 2000  # characters
 
 
 def printable(text: str) -> str:
-    """`text` on one line, with everything that is not printable escaped: no file may control the terminal.
+    """Return `text` on one line, with unprintable characters escaped: no file may control the terminal.
 
     What is longer than MAX_LINE is cut. Every message that may quote a file, a name or a setting goes through here.
     """
@@ -30,7 +30,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """`text` with each of its lines made printable."""
+    """Return `text` with each of its lines made printable."""
     return "\n".join(map(printable, text.split("\n")))
 
 
@@ -46,7 +46,7 @@ class Fitting:
         self._count, self._made = count, made
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
-        """Called by rich."""
+        """Render as many things as fit; rich calls this."""
         from rich.segment import Segment
 
         options, height = options.update(no_wrap=False, overflow="fold"), options.size.height
