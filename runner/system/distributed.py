@@ -172,7 +172,7 @@ class World:
         return tensor
 
     def broadcast(self, value: T, source: int = 0) -> T:
-        """The value of rank `source` on every rank (anything picklable; only ever sent between ranks of one job)."""
+        """Return the value of rank `source` on every rank (anything picklable; sent only between ranks of one job)."""
         if self.size == 1:
             return value
         import torch.distributed as dist
@@ -243,7 +243,7 @@ class World:
         raise other from other.__cause__ or error
 
     def lost_a_peer(self) -> bool:
-        """Whether the process of another rank has ended. To be called once, after an error that ends this process.
+        """Check whether the process of another rank has ended. Call once, after an error that ends this process.
 
         A gradient exchange that fails inside `backward` raises a plain RuntimeError, as this rank's own code might.
         Reading from a process that has ended fails at once; one that lives answers if it failed too, or is waiting

@@ -108,7 +108,7 @@ def state_of(pid: int) -> tuple[str, str] | None:
 
 
 def _shown_state(pid: int) -> tuple[str, str] | None:
-    """As `state_of`, where nothing is decided by it; None also if it cannot be told."""
+    """Return `state_of` where nothing depends on it; None also if it cannot be read."""
     with suppress(OSError):
         return state_of(pid)
     return None
@@ -126,7 +126,7 @@ def parent_of(pid: int) -> int | None:
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes of this machine that a process has started and that it has not waited for yet, in ascending order.
+    """Return the children of a process that it has not waited for yet, in ascending order.
 
     A process that ends while this looks may be missing, as well as one that begins.
     """
@@ -141,7 +141,7 @@ def began() -> float:
 
 
 def uptime(seconds: float) -> float:
-    """When this machine had been up for `seconds`, on `clock.monotonic`, which stops while it is suspended."""
+    """Convert `seconds` of this machine's uptime to a time on `clock.monotonic`, which stops during suspension."""
     return clock.monotonic() - max(time.clock_gettime(time.CLOCK_BOOTTIME) - seconds, 0.0)
 
 
@@ -210,7 +210,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def described(pid: int) -> str:
-    """A line on a process of this machine: its state, where it waits inside the kernel, and its command."""
+    """Describe a process of this machine: its state, where it waits inside the kernel, and its command."""
     state, wait = _shown_state(pid), files.read_small(f"/proc/{pid}/wchan")
     command = (files.read_small(f"/proc/{pid}/cmdline") or "").replace("\0", " ").strip()
     where = f", waits in {wait}" if wait and wait != "0" else ""

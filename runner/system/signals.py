@@ -28,7 +28,7 @@ _REPLAY = b"\0"  # no signal has this number
 
 
 def handled() -> list[signal.Signals]:
-    """The stop signals that this process handles: all, but no SIGHUP that it was started to ignore, as by `nohup`."""
+    """Return the stop signals that this process handles: all, except a SIGHUP ignored at its start, as by `nohup`."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signum for signum in STOP_SIGNALS if not (ignored and signum == signal.SIGHUP)]
 
@@ -119,7 +119,7 @@ class StopFlag:
             self._sockets[1].send(_REPLAY)
 
     def wait_for_listener(self) -> None:
-        """If there was a signal, wait until the listener of the first one has returned."""
+        """Wait until the listener of the first signal has returned, if there was a signal."""
         if self._listeners is not None and self:
             self._heard.wait()
 

@@ -91,7 +91,7 @@ def outlive_terminal() -> None:
 
 
 def discard(stream: Any) -> None:
-    """From here on, drop what is printed to `stream`: the reader of the pipe has gone."""
+    """Drop everything printed to `stream` from now on: the reader of the pipe has gone."""
     os.dup2(files.open_fd(os.devnull, os.O_WRONLY), stream.fileno())
 
 
