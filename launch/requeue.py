@@ -2,7 +2,7 @@
 
 Slurm never requeues a job that exits by itself, not even with status 0 during the grace time of a preemption: the run
 would be lost. A job that is asked to stop therefore requeues itself, and requeue.sh requeues a job whose ranks were
-killed. docs/requeueing.md shows how the parts fit together.
+killed. docs/slurm.md, "How requeueing decides", shows how the parts fit together.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # The batch script's part of requeueing: requeue a job that ended although no rank decided that it should.
-# See docs/requeueing.md. launch/requeue.py copies this text into the batch script after it has set
+# See docs/slurm.md, How requeueing decides. launch/requeue.py copies this text into the batch script after it has set
 #   REQUEUE_FOLDER              directory of the job's marker files
 #   REQUEUE_SUBMISSION          name of the submission that the job is of, which the path of its batch script has in it
 #   REQUEUE_MAX_FAILED_STARTS   starts that fail in a row, before an attempt could begin, after which the job ends

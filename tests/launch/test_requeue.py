@@ -1,4 +1,4 @@
-"""When a job is requeued, by whom, and under which cause (docs/requeueing.md), with Slurm's commands faked on PATH."""
+"""When a job is requeued, by whom, and under which cause (docs/slurm.md), with Slurm's commands faked on PATH."""
 
 from __future__ import annotations
 

@@ -62,39 +62,45 @@ def branch(folder: Path, printed: str) -> None:
     assert f"initial weights from {folder}/outputs/base at step 20:\n  loaded 28 tensors" in printed
 
 
-def goodput(folder: Path, printed: str) -> None:
-    assert BUCKETS["useful"] in printed
-    answer = re.search(r"^\{.*?^\}$", printed, re.DOTALL | re.MULTILINE)
-    assert answer is not None
-    found = json.loads(answer[0])
-    assert list(found["goodput"]) == list(BUCKETS) == list(found["runs"][0]["goodput"])
-    assert {"weeks", "attempts_without_account"} <= found.keys()
-    assert {"seconds", "kept_s", "saves"} <= records(folder / "outputs" / "often", "attempts.jsonl")[0].keys()
-
-
-def housekeeping(folder: Path, printed: str) -> None:
+def which_run(_: Path, printed: str) -> None:
     def runs(text: str) -> list[str]:
         """The lines about runs, without the hash, which every new setting changes."""
         return [re.sub(r"-[0-9a-f]{8}:", ":", line) for line in text.splitlines() if line.startswith("outputs/smoke")]
 
-    assert runs(printed) == runs(shown("housekeeping.md", "$ "))
+    expected = runs(shown("which-run.md", "$ "))
+    assert len(expected) == 2
+    assert runs(printed)[:2] == expected
+    assert "outputs/long: resuming at step 10 of 20: it had finished at step 10, and is longer now\n" in printed
+
+
+def housekeeping(folder: Path, printed: str) -> None:
     assert "pinned: 10" in printed
     assert "finished, all 20 steps" in printed
     left = sorted(path.name for path in (folder / "outputs").iterdir())
     assert left == ["baseline-1a2b3c4d", "report.html", "wide"]  # the last two are of the commands after these
 
 
-def report(folder: Path, printed: str) -> None:
+def compare(folder: Path, printed: str) -> None:
     assert json.loads((folder / "runs.json").read_text()).keys() >= {"runs", "groups"}
     assert len(list(csv.DictReader((folder / "runs.csv").read_text().splitlines()))) == 4
     assert len(list(csv.DictReader((folder / "steps.csv").read_text().splitlines()))) == 4 * 40
     assert (folder / "told.txt").read_text() == "4 of 4 runs finished\n"
     for file in ("outputs/report.html", "sweep.html"):
         assert (folder / file).stat().st_size > 1000
-    example, _ = [block.text for block in docs_pages.blocks(ROOT / "docs" / "report.md") if block.language == "text"]
-    for line in example.splitlines():
-        if line and not re.search(r"\d", line):  # the heads of the tables
+    for line in shown("compare.md", "run ").splitlines():
+        if line and line != "..." and not re.search(r"\d", line):  # the heads of the tables
             assert re.search(r"\s+".join(map(re.escape, line.split())).replace("share", r".*share"), printed), line
+    where_the_hours_went(folder, printed)
+
+
+def where_the_hours_went(folder: Path, printed: str) -> None:
+    assert BUCKETS["useful"] in printed
+    answer = re.search(r"^\{.*?^\}$", printed, re.DOTALL | re.MULTILINE)
+    assert answer is not None
+    found = json.loads(answer[0])
+    assert list(found["goodput"]) == list(BUCKETS) == list(found["runs"][0]["goodput"])
+    assert {"weeks", "attempts_without_account"} <= found.keys()
+    assert {"seconds", "kept_s", "saves"} <= records(folder / "killed" / "often", "attempts.jsonl")[0].keys()
 
 
 def a_warm_start_that_does_not_fit(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -123,13 +129,13 @@ def load(folder: Path, _: str) -> None:
 
 CHECKS: dict[str, Callable[[Path, str], None]] = {
     "own-steps.md": callbacks,
+    "compare.md": compare,
     "logging.md": logging,
     "branch.md": branch,
-    "goodput.md": goodput,
     "housekeeping.md": housekeeping,
-    "report.md": report,
     "evaluate.md": evaluate,
     "python.md": load,
+    "which-run.md": which_run,
 }
 
 
