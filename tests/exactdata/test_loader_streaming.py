@@ -1,4 +1,4 @@
-"""The examples of docs/streaming.md: they yield all of the data once, and resume exactly."""
+"""The examples of docs/loader.md: they yield all of the data once, and resume exactly."""
 
 from __future__ import annotations
 

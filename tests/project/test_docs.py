@@ -131,9 +131,7 @@ def test_commands_compose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "docs/data-order.md", "docs/data.md", "docs/loader.md", "docs/streaming.md"]
-)
+@pytest.mark.parametrize("page", ["README.md", "docs/data-order.md", "docs/data.md", "docs/loader.md"])
 def test_python_runs(page: str) -> None:
     """What these pages show in Python, as one program; other pages' needs a run."""
     exec(compile(docs_pages.python(ROOT / page), page, "exec"), {"__name__": "example"})

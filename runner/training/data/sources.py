@@ -44,7 +44,7 @@ def open_sources(config: Config, group: str = "sources", streams: bool = False) 
         if not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset):
             raise UserError(
                 f"data.{group}.{name} is a {type(dataset).__name__}, not a map-style dataset with a length: "
-                "use one, or read a stream with data.loader (docs/streaming.md)"
+                "use one, or read a stream with data.loader (docs/loader.md)"
             )
         tokens = getattr(dataset, "vocab_size", None)
         if isinstance(vocabulary, int) and isinstance(tokens, int) and tokens > vocabulary:
