@@ -406,9 +406,11 @@ def test_the_output_in_the_docs_is_real(
             ),
             step=600,
         )
-    page = (Path(__file__).parents[2] / "docs" / "data-order.md").read_text()
-    shown, _ = [block for block in page.split("```") if block.startswith("\n$ ")]
-    for example in shown.split("\n$ python -m runner inspect ")[1:]:
+    page = (Path(__file__).parents[2] / "docs" / "inspect.md").read_text()
+    shown = "".join(block for block in page.split("```") if block.startswith("\n$ "))
+    examples = [each for each in shown.split("\n$ python -m runner inspect ")[1:] if each.startswith("outputs/mix ")]
+    assert len(examples) == 5
+    for example in examples:
         command, _, output = example.partition("\n")
         assert inspect.main(command.split()) == 0
         assert capsys.readouterr().out.startswith(output.rstrip("\n").removesuffix("..."))

@@ -157,9 +157,11 @@ def test_the_output_about_documents_in_the_docs_is_real(
     monkeypatch.chdir(tmp_path)
     Path("outputs").mkdir()
     Path(made(tmp_path, "elastic")[0]).rename("outputs/web")
-    page = (Path(__file__).parents[2] / "docs" / "data-order.md").read_text()
-    _, shown = [block for block in page.split("```") if block.startswith("\n$ ")]
-    for example in shown.split("\n$ python -m runner inspect ")[1:]:
+    page = (Path(__file__).parents[2] / "docs" / "inspect.md").read_text()
+    shown = "".join(block for block in page.split("```") if block.startswith("\n$ "))
+    examples = [each for each in shown.split("\n$ python -m runner inspect ")[1:] if each.startswith("outputs/web ")]
+    assert len(examples) == 2
+    for example in examples:
         command, _, output = example.partition("\n")
         assert inspect.main(command.split()) == 0
         assert capsys.readouterr().out == f"{output.rstrip()}\n"
