@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from search_runs import checkpoint
 
 from exactdata.elastic import ElasticSampler
 from exactdata.order.batch_shape import BatchShape, append_shape
@@ -24,6 +25,7 @@ from runner.cli.look import inspect
 from runner.cli.look.resume_plan import parse_overrides, resume_plan
 from runner.data import order_file
 from runner.errors import UserError
+from runner.rundir.paths import RunDir
 
 SIZES = {"prose": 60, "code": 200}
 TOKENS = {"code": 16}  # the other source does not say it
@@ -59,10 +61,12 @@ def seeded(kind: str) -> OrderRecord:
     return OrderRecord(kind, 3, SIZES, 60, (BatchShape(0, 2, 4, 2),), tuple(segments), TOKENS)
 
 
-def in_run(path: Path, made: OrderRecord, step: int = 0) -> str:
+def in_run(path: Path, made: OrderRecord, step: int = 0, trained: int | None = None) -> str:
+    """Write the records of a run whose newest checkpoint is of `step`, and that has trained up to `trained`."""
     path.mkdir()
     order_file.write(made, path / "order.json")
-    (path / "status.json").write_text(json.dumps({"step": step}))
+    (path / "status.json").write_text(json.dumps({"step": trained or step}))
+    checkpoint(RunDir(path), step)
     return str(path)
 
 
@@ -376,6 +380,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (tmp_path / "a" / "order.json").mkdir()
     with pytest.raises(UserError, match=r"order\.json is a directory"):
         inspect.main([run, "--plan"])
+
+
+@pytest.mark.parametrize("ranks", ["world_size=3", "launcher.ranks=3"])
+def test_resume_plan_begins_at_the_newest_checkpoint(
+    tmp_path: Path, ranks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = in_run(tmp_path / "a", record(), step=20, trained=23)
+    assert inspect.main([run, "--resume-plan", ranks, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["step"], plan["position"]) == (20, record().position_at(20))
+    assert "3 ranks" in plan["after"]
 
 
 def test_the_output_in_the_docs_is_real(

@@ -59,7 +59,7 @@ def _parser() -> Parser:
         "--resume-plan",
         nargs="*",
         metavar="KEY=VALUE",
-        help="what a resume with world_size=3, train.batch_size=4, train.grad_accum_steps=2, "
+        help="what a resume with launcher.ranks=3, train.batch_size=4, train.grad_accum_steps=2, "
         "sampler.weights.code=2, ... would repeat or skip",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -95,7 +95,8 @@ def _answer(options: argparse.Namespace) -> tuple[Any, str]:
             other = order_file.read(RunDir(options.diff).order)
             answer = order_queries.first_difference(record, other)
         return answer, _difference_text(answer)
-    answer = resume_plan(record, done, parse_overrides(record, options.resume_plan))
+    # A resume begins at the newest checkpoint, whatever was trained since.
+    answer = resume_plan(record, run.newest_step(), parse_overrides(record, options.resume_plan))
     return answer, _resume_text(answer)
 
 

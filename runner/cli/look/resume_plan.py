@@ -17,6 +17,7 @@ from runner.errors import UserError, nearest
 
 _SHAPE = {
     "world_size": "world_size",
+    "launcher.ranks": "world_size",
     "train.batch_size": "batch_size",
     "batch_size": "batch_size",
     "train.grad_accum_steps": "grad_accum_steps",
