@@ -1,4 +1,4 @@
-"""A user's dataset that uses nothing of the runner but `sample_rng`: one sample at a time, with noise added."""
+"""A user's dataset that calls `sample_rng` and nothing else of the runner: it adds noise to each sample."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.data.text import PythonText
 
 
 class Noisy(Dataset[dict[str, torch.Tensor]]):
-    """Python's text with some bytes replaced at random, different ones in each epoch."""
+    """Python's text with some bytes replaced at random, differently in each epoch."""
 
     def __init__(self, **options: Any) -> None:
         self.text = PythonText(**options)

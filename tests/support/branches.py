@@ -1,4 +1,4 @@
-"""Trunks and their branches: commands in forks of this process, and what is compared."""
+"""Run commands on trunks and branches in forks of this process, and compare the results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from random_configs import fork_run, preload
 
 TINY = [
-    "scheduler.total_steps=40",  # so that a run may be made longer
+    "scheduler.total_steps=40",  # so that a run can be made longer
     "experiment=smoke",
     "data=mixture",
     "model.width=8",
@@ -30,7 +30,10 @@ STEPS = 10
 
 
 def run(where: Path, *words: str, status: int | None = 0) -> str:
-    """`python -m runner WORDS` in `where`; what it printed. It ends with `status`, if that is given."""
+    """Run `python -m runner WORDS` in `where` and return its output.
+
+    Check that it ends with `status`, if that is given.
+    """
     preload()
     outcome = fork_run(list(words), where)
     assert status is None or outcome.status == status, (
@@ -41,7 +44,7 @@ def run(where: Path, *words: str, status: int | None = 0) -> str:
 
 
 def killed(where: Path, *words: str, rng: random.Random, times: int = 2, latest: int = 60) -> None:
-    """Run the command with SIGKILL at drawn changes of files; it may also reach its end."""
+    """Run the command and send SIGKILL at random changes of files. The command may finish first."""
     preload()
     for _ in range(times):
         outcome = fork_run(list(words), where, rng.randint(1, latest))
@@ -49,29 +52,29 @@ def killed(where: Path, *words: str, rng: random.Random, times: int = 2, latest:
 
 
 def made(root: Path, mark: str = "-at") -> Path:
-    """The only branch in a directory of runs."""
+    """Return the only branch in a directory of runs."""
     (found,) = [path for path in root.iterdir() if mark in path.name and not path.name.startswith(".")]
     return found
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
+    """Return the lines of metrics.jsonl."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def of_steps(run_dir: Path, key: str) -> dict[int, Any]:
-    """A value of each training step, by step."""
+    """Return a value of each training step, by step."""
     return {record["step"]: record[key] for record in records(run_dir) if "loss" in record}
 
 
 def hashes(run_dir: Path) -> dict[str, str]:
-    """The digest of every file of a run but pins, by its path."""
+    """Return the digest of every file of a run except pins, by its path."""
     files = (path for path in run_dir.rglob("*") if path.is_file() and path.suffix != ".pinned")
     return {str(path.relative_to(run_dir)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def assert_same(one: Path, other: Path) -> None:
-    """Metrics byte for byte; weights, optimizer and train state of the newest checkpoint bit for bit."""
+    """Check that metrics are the same bytes, and the newest checkpoints the same tensors and train state."""
     assert (one / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
     newest = [str(max((path / "checkpoints").glob("step_????????"))) for path in (one, other)]
     run(one, "checkpoints", "--diff", *newest)

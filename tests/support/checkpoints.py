@@ -1,4 +1,4 @@
-"""Small runs to save and load, shared by the tests of checkpoints."""
+"""Small runs to save and load, for the tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class Toy:
         return manager.save(self.step, self.model, self.optimizer, self.state(), metric=metric, wait=wait)
 
     def digest(self) -> str:
-        """SHA-256 over every value of model and optimizer."""
+        """Return the SHA-256 over every value of model and optimizer."""
         return digest_of(self.model, self.optimizer)
 
 
 def digest_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """SHA-256 over every value of model and optimizer."""
+    """Return the SHA-256 over every value of model and optimizer."""
     sha = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         sha.update(name.encode() + tensor.numpy().tobytes())
@@ -73,17 +73,17 @@ def digest_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def manager(directory: Path, **options: Any) -> TrainStateManager:
-    """A manager with the fingerprint of these tests."""
+    """Return a manager with the fingerprint of these tests."""
     return TrainStateManager(directory, **{"fingerprint": FINGERPRINT, **options})
 
 
 def names(directory: Path) -> list[str]:
-    """What is in `directory`, sorted."""
+    """Return the sorted names in `directory`."""
     return sorted(path.name for path in directory.iterdir())
 
 
 def train(directory: Path, steps: int, **options: Any) -> dict[int, str]:
-    """Train a toy and save it after every step; the digest of what each checkpoint holds, by step."""
+    """Train a toy and save it after every step. Return the digest of each checkpoint's content, by step."""
     toy, saving, digests = Toy(), manager(directory, **options), {}
     for step in range(1, steps + 1):
         toy.train()

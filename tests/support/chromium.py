@@ -1,4 +1,4 @@
-"""A page in a real Chromium without a network, driven over a pipe (DevTools protocol, NUL-terminated JSON)."""
+"""Drive a page in a real Chromium without a network, over a pipe (DevTools protocol, NUL-terminated JSON)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ import pytest
 
 REQUIRED = "RUNNER_REQUIRE_CHROMIUM"
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-PATIENCE_S = 240.0  # for what takes a second on an idle machine
+PATIENCE_S = 240.0  # for calls that take a second on an idle machine
 LOCAL = ("file:", "data:", "blob:", "about:")
 
 
 def executable() -> str:
-    """Chromium's path; the test is skipped without one, unless RUNNER_REQUIRE_CHROMIUM=1 asks for it."""
+    """Return Chromium's path.
+
+    Without Chromium, skip the test, or fail if RUNNER_REQUIRE_CHROMIUM=1.
+    """
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
         (pytest.fail if os.environ.get(REQUIRED) == "1" else pytest.skip)("there is no Chromium")
@@ -32,7 +35,7 @@ def executable() -> str:
 
 
 class ReloadedError(Exception):
-    """The page is just being loaded again."""
+    """Raised while the page reloads."""
 
 
 class Chromium:
@@ -54,7 +57,7 @@ class Chromium:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """The result of a command of the protocol."""
+        """Return the result of a command of the protocol."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters}
         if self._session is not None:
@@ -95,19 +98,19 @@ class Chromium:
             self.problems.append(f"dialog: {told['message']}")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of JavaScript, awaited."""
+        """Evaluate JavaScript and return its awaited value."""
         answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def open(self, path: Path, width: int = 1400, height: int = 900) -> None:
-        """Load a file, and wait until it has drawn."""
+        """Load a file and wait until the page has drawn."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.call("Page.navigate", url=path.absolute().as_uri())
         self.wait_for("document.body && document.body.dataset.drawn === 'yes'")
 
     def wait_for(self, condition: str) -> None:
-        """Wait until JavaScript is true."""
+        """Wait until a JavaScript condition is true."""
         deadline = time.monotonic() + PATIENCE_S
         while not self._holds(condition):
             assert not self.problems, self.problems
@@ -128,7 +131,7 @@ class Chromium:
         self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 
     def screenshot(self, path: Path, whole: bool = False) -> None:
-        """Write a picture of what is seen, or of the whole page."""
+        """Write a picture of the visible part, or of the whole page."""
         data = self.call(
             "Page.captureScreenshot", captureBeyondViewport=whole, **({"clip": self._page()} if whole else {})
         )
@@ -141,12 +144,12 @@ class Chromium:
 
 @contextmanager
 def chromium(folder: Path) -> Iterator[Chromium]:
-    """A browser with its profile in `folder`, without a network: every host is unknown to it."""
+    """Start a browser with its profile in `folder` and no network: every host name is unknown."""
     to_browser, from_us = os.pipe()
     to_us, from_browser = os.pipe()
     arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     arguments += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder}", "--remote-debugging-pipe"]
-    # The protocol is on descriptors 3 and 4 of the browser.
+    # The browser speaks the protocol on descriptors 3 and 4.
     shell = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
     process = subprocess.Popen(
         ["bash", "-c", shell, "-", executable(), *arguments, "about:blank"],

@@ -1,4 +1,4 @@
-"""A command line in an empty directory, with launchers that start nothing."""
+"""Run the command line in an empty directory, with launchers that start nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from runner.system.signals import STOP, STOP_SIGNALS
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
-    """Runs `python -m runner ARGUMENTS` in this process, an attempt being replaced by a note in `launched`."""
+    """Run `python -m runner ARGUMENTS` in this process. An attempt only adds an entry to `launched`."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     FakeLauncher.reset()
@@ -58,27 +58,27 @@ def write_launchers(directory: Path, **made: type) -> None:
 
 @pytest.fixture
 def conf(shared_conf: Path) -> Path:
-    """A config directory with the fake launchers as launcher=fake, here and unfinished. Tests do not change it."""
+    """Return a config directory with the launchers fake, here and unfinished. Tests do not change it."""
     return shared_conf
 
 
 @pytest.fixture(scope="session")
 def shared_conf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """See `conf`."""
+    """Return the config directory behind `conf`."""
     directory = tmp_path_factory.mktemp("fake") / "conf"
     write_launchers(directory, fake=FakeLauncher, here=fake_launcher.HereLauncher, unfinished=fake_launcher.Unfinished)
     return directory
 
 
 UNCHANGED: set[Path] = set()
-"""Directories of config files that no test changes: a fixture that makes one adds it."""
+"""Directories of config files that no test changes. A fixture that creates such a directory adds it."""
 
 _own_loader = cast("cached_property[ConfigLoader]", ConfigTree.__dict__["_loader"])
 
 
 @pytest.fixture(scope="session", autouse=True)
 def config_files_read_once(shared_conf: Path) -> Iterator[None]:
-    """Read the shipped config files and the `UNCHANGED` ones once in each process: most of what a command takes."""
+    """Read the shipped config files and the `UNCHANGED` ones once per process: reading takes most of a command's time."""
     UNCHANGED.add(shared_conf)
     loaders: dict[tuple[Path, ...], ConfigLoader] = {}
 
@@ -97,7 +97,7 @@ def config_files_read_once(shared_conf: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def choices_mapped_if_needed() -> Iterator[None]:
-    """Let Hydra make a map of all choices only for a defaults list that refers to one: a tenth of a composition."""
+    """Let Hydra map all choices only for a defaults list that needs the map: it takes a tenth of a composition."""
     mapped = defaults_list._create_interpolation_map
 
     def needed(overrides: Any, defaults: list[InputDefault], self_added: bool) -> Any:
@@ -112,13 +112,13 @@ def choices_mapped_if_needed() -> Iterator[None]:
 
 @pytest.fixture
 def config_files_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each composer read the config files, as in a process of its own."""
+    """Let each composer read the config files, as in a separate process."""
     monkeypatch.setattr(ConfigTree, "_loader", _own_loader)
 
 
 @pytest.fixture
 def run(command: Command, conf: Path) -> Command:
-    """Runs a training command with launcher=fake, or with the one passed as `launcher`."""
+    """Run a training command with launcher=fake, or with the launcher passed as `launcher`."""
 
     def train(*arguments: str, launcher: str = "fake") -> int:
         return command("--config-dir", str(conf), f"launcher={launcher}", *arguments)

@@ -1,4 +1,4 @@
-"""`compose` for tests of what is done with a config: with one composer per process, it takes a quarter of the time."""
+"""Compose configs for tests with one composer per process, in a quarter of the time."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def _composer() -> Composer:
 
 
 def compose(overrides: Sequence[str]) -> Composed:
-    """As `runner.config.composition.compose` does."""
+    """Compose as `runner.config.composition.compose` does."""
     return _composer().compose(overrides)

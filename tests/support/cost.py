@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-WARN_S, FAIL_S = 0.75, 3.0  # the second far above the first: the speed of a shared machine varies by half
+WARN_S, FAIL_S = 0.75, 3.0  # failing is far above warning: the speed of a shared machine varies by half
 BOOTSTRAP: Any = import_module("importlib._bootstrap")
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 REFERENCE_S = 0.0125
-"""What `_loop` takes on a quiet processor of 2026. Where it takes longer, the limits are higher."""
+"""Seconds that `_loop` takes on a quiet processor of 2026. On a slower one the limits are higher."""
 
 
 def marked(item: pytest.Item) -> bool:
-    """Whether a test is left out of `make fast`."""
+    """Return whether a test is left out of `make fast`."""
     return any(item.get_closest_marker(name) for name in ("promise", "slow"))
 
 
@@ -36,12 +36,12 @@ def _loop() -> float:
 
 
 def slowness() -> float:
-    """How many times slower than the reference this processor is; at least 1."""
+    """Return how many times slower than the reference this processor is, at least 1."""
     return max(1.0, min(_loop() for _ in range(3)) / REFERENCE_S)
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process, of its children that have ended, and of what its living children have forked."""
+    """Return the CPU seconds of this process, its ended children, and the processes that its live children forked."""
     spent = _forked_s()
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         usage = resource.getrusage(who)
@@ -50,10 +50,10 @@ def cpu_s() -> float:
 
 
 def _forked_s() -> float:
-    """CPU seconds of the processes that servers such as the zygote have forked for a test, and that have ended."""
+    """Return the CPU seconds of ended processes that a server such as the zygote forked for a test."""
     ticks = 0
     for thread in os.listdir("/proc/self/task"):
-        with suppress(OSError):  # a thread or a process that ends meanwhile
+        with suppress(OSError):  # a thread or a process may end at any moment
             for pid in _text(f"/proc/self/task/{thread}/children").split():
                 fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
                 ticks += int(fields[13]) + int(fields[14])  # of its children: see proc(5)
@@ -61,13 +61,13 @@ def _forked_s() -> float:
 
 
 def _text(path: str) -> str:
-    """What a file of the kernel says: without a buffer, since this is read before and after each test."""
+    """Read a file of the kernel without a buffer, because this happens before and after each test."""
     with open(path, "rb", buffering=0) as file:
         return file.readall().decode(errors="replace")
 
 
 class Costs:
-    """Measures each test in the process that runs it.
+    """Measure each test in the process that runs it.
 
     Args:
         unlimited: whether an unmarked test may take as long as it likes.
@@ -76,14 +76,14 @@ class Costs:
     def __init__(self, unlimited: bool = False) -> None:
         self._unlimited = unlimited
         self.slowness = slowness()
-        self._shared = 0.0  # spent for others than the test since it began
+        self._shared = 0.0  # spent on shared imports and fixtures since the test began
         self._importing = False
         self._patch = pytest.MonkeyPatch()
         self._begun = self._wall = 0.0
 
     @contextmanager
     def _for_all(self) -> Iterator[None]:
-        """Do not count the block."""
+        """Leave the block out of the test's cost."""
         begun, before = cpu_s(), self._shared
         try:
             yield
@@ -91,7 +91,7 @@ class Costs:
             self._shared = before + cpu_s() - begun
 
     def pytest_sessionstart(self) -> None:
-        """Do not count imports. The interpreter calls this function for a module that is not imported yet."""
+        """Leave out imports. The interpreter calls this function for a module that is not imported yet."""
         find = BOOTSTRAP._find_and_load
 
         def timed(*arguments: Any) -> Any:
@@ -112,7 +112,7 @@ class Costs:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
-        """Leave out what several tests share."""
+        """Leave out fixtures that several tests share."""
         if fixturedef.scope == "function":
             return (yield)
         with self._for_all():
@@ -127,7 +127,7 @@ class Costs:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Put the cost into the last report of a test; an unmarked test that costs too much fails."""
+        """Put the cost into the last report of a test. Fail an unmarked test that costs too much."""
         report = yield
         if call.when == "teardown":
             spent = cpu_s() - self._begun - self._shared
@@ -138,7 +138,7 @@ class Costs:
                 ("promises", [mark.args[0] for mark in item.iter_markers("promise")]),
             ]
             limited = report.passed and not (self._unlimited or marked(item))
-            if limited and spent > FAIL_S * self.slowness:  # others may share the processor's caches now
+            if limited and spent > FAIL_S * self.slowness:  # other processes may be using the processor's caches
                 self.slowness = max(self.slowness, slowness())
             limit = FAIL_S * self.slowness
             if limited and spent > limit:

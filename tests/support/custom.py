@@ -1,4 +1,4 @@
-"""What a user might plug in: a loss that fails, a loader."""
+"""Components that a user might plug in: losses that fail, a dataset, a loader."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _calls = 0
 
 
 def nan_at(model: nn.Module, batch: Mapping[str, torch.Tensor], call: int) -> torch.Tensor:
-    """The default loss, but NaN at one call of this process."""
+    """Return the default loss, but NaN at one call of this process."""
     global _calls  # noqa: PLW0603 a loss that counts its calls
     _calls += model.training
     losses = next_token_loss(model, batch)
@@ -27,13 +27,13 @@ def nan_at(model: nn.Module, batch: Mapping[str, torch.Tensor], call: int) -> to
 
 
 def nan_in_some_steps(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The default loss, but NaN where a number drawn for the micro-batch is small."""
+    """Return the default loss, but NaN where a number drawn for the micro-batch is small."""
     losses = next_token_loss(model, batch)
     return losses * float("nan") if model.training and torch.rand(()) < 0.05 else losses
 
 
 def error_after(model: nn.Module, batch: Mapping[str, torch.Tensor], calls: int) -> torch.Tensor:
-    """The default loss, and after that many calls of this process a mistake in the user's data."""
+    """Return the default loss, and raise an error after `calls` calls, like a mistake in the user's data."""
     global _calls  # noqa: PLW0603 a loss that counts its calls
     _calls += 1
     if _calls > calls:
@@ -56,7 +56,7 @@ class Rows:
 
 
 def overflow_at(model: nn.Module, batch: Mapping[str, torch.Tensor], step: int, calls: int = 1) -> torch.Tensor:
-    """The paced loss, whose gradient, but not its value, is too large for float16 in one step of this process."""
+    """Return the paced loss. In one step its gradient, but not its value, is too large for float16."""
     global _calls  # noqa: PLW0603 a loss that counts its calls
     _calls += model.training
     losses: torch.Tensor = paced.loss(model, batch)
@@ -68,7 +68,7 @@ def overflow_at(model: nn.Module, batch: Mapping[str, torch.Tensor], step: int, 
 
 
 class Normed(nn.Module):
-    """Tokens -> logits, with a batch norm; takes and ignores what else a GPT takes."""
+    """A model with a batch norm that maps tokens to logits. It ignores the other arguments of a GPT."""
 
     def __init__(self, vocab_size: int, width: int, **ignored: Any) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Normed(nn.Module):
 
 
 class Stream(IterableDataset[dict[str, torch.Tensor]]):
-    """Counts up, shifted by the rank; stateful."""
+    """A stateful stream that counts up, shifted by the rank."""
 
     def __init__(self, length: int, sequence_length: int) -> None:
         self.length, self.sequence_length, self.at = length, sequence_length, 0
@@ -105,12 +105,12 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
 
 
 def stream_loader(length: int, sequence_length: int, batch_size: int) -> StatefulDataLoader[Any]:
-    """A loader over a stream, for `data.loader._target_`."""
+    """Return a loader over a stream, for `data.loader._target_`."""
     return StatefulDataLoader(Stream(length, sequence_length), batch_size=batch_size)
 
 
 class Images:
-    """A map-style dataset of `length` images of 4 x 4 pixels, with labels, without tokens."""
+    """A map-style dataset of `length` labeled images of 4 x 4 pixels, without tokens."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -123,7 +123,7 @@ class Images:
 
 
 class Pixels(nn.Module):
-    """(B, 4, 4) -> (B, 3)."""
+    """A linear model from (B, 4, 4) to (B, 3)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,5 +134,5 @@ class Pixels(nn.Module):
 
 
 def pixel_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Cross entropy of the labels."""
+    """Return the cross entropy of the labels."""
     return nn.functional.cross_entropy(model(batch["image"]), batch["labels"], reduction="none")

@@ -1,4 +1,4 @@
-"""Tasks, models and metrics as a user might write them, right and wrong."""
+"""Tasks, models and metrics as a user might write them, correct and incorrect."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Points(Dataset[torch.Tensor]):
 
 
 class PointStream(IterableDataset[torch.Tensor]):
-    """The same as a stream."""
+    """The same points as a stream."""
 
     def __init__(self, size: int = 50, seed: int = 1) -> None:
         self.points = Points(size, seed).points
@@ -40,7 +40,7 @@ class PointStream(IterableDataset[torch.Tensor]):
 
 
 class NoisyStream(PointStream):
-    """Draws while it is read, and when it is created."""
+    """A stream that draws random numbers when it is created and when it is read."""
 
     def __init__(self, size: int = 7) -> None:
         super().__init__(size)
@@ -52,7 +52,7 @@ class NoisyStream(PointStream):
 
 
 class OwnIterator(PointStream):
-    """A stream that cannot start again."""
+    """A stream that is its iterator and cannot start again."""
 
     def __iter__(self) -> OwnIterator:
         return self
@@ -74,7 +74,7 @@ class Pair(nn.Module):
 
 
 class Adversarial:
-    """Alternating updates, with a state of its own."""
+    """A task with alternating updates and a state."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -106,7 +106,7 @@ class Adversarial:
 
 
 class Choosy:
-    """What it computes from a micro-batch, and which parameters take part, depends on what it draws."""
+    """A task that draws which values it computes and which parameters take part, per micro-batch."""
 
     def training_step(self, model: Any, batch: torch.Tensor) -> Any:
         if random.random() < 0.4:
@@ -119,7 +119,7 @@ class Choosy:
 
 
 class Remembering:
-    """Its loss depends on a running mean of this rank's samples; its state is a tensor unless told otherwise."""
+    """A task whose loss depends on a running mean of this rank's samples. The state is a tensor by default."""
 
     def __init__(self, broken: str = "") -> None:
         self.broken = broken
@@ -142,7 +142,7 @@ class Remembering:
 
 
 class Centred(Remembering):
-    """Its evaluation depends on its state, too."""
+    """A task whose evaluation also depends on its state."""
 
     def evaluation_step(self, model: nn.Module, batch: torch.Tensor) -> Any:
         return (model(batch).mean(1) - self.mean.sum()).square()
@@ -174,7 +174,7 @@ class WithParameters(nn.Linear):
 
 
 class Masked(NextToken):
-    """Labels are masked where they are odd, and all of those of some samples."""
+    """A task that masks odd labels, and all labels of some samples."""
 
     def training_step(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return super().training_step(model, self._masked(batch))
@@ -198,7 +198,7 @@ def loss(model: nn.Module, batch: torch.Tensor) -> Any:
 
 
 class NoMerge:
-    """A metric of the user's without any notion of ranks: the last value, and how many batches there were."""
+    """A user's metric without support for ranks: the last value and the number of batches."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -224,7 +224,7 @@ def too_short(preds: torch.Tensor) -> torch.Tensor:
 
 
 class Careless:
-    """A task whose results depend on which rank has which micro-batch."""
+    """A task whose results depend on which rank gets which micro-batch."""
 
     def __init__(self, mistake: str) -> None:
         self.mistake = mistake
@@ -259,7 +259,7 @@ class Careless:
 
 
 class Columns(nn.Module):
-    """Its weights lie in memory column by column; `keeps` something from one forward pass to the next, if told to."""
+    """A model with column-major weights. With `keeps` it carries a value from one forward pass to the next."""
 
     def __init__(self, keeps: str = "") -> None:
         super().__init__()
@@ -282,7 +282,7 @@ class Columns(nn.Module):
 
 
 class Langevin(torch.optim.SGD):
-    """Adds noise to the weights."""
+    """An optimizer that adds noise to the weights."""
 
     def step(self, closure: Any = None) -> Any:
         super().step()
@@ -292,7 +292,7 @@ class Langevin(torch.optim.SGD):
 
 
 class Twice:
-    """Goes over its micro-batches twice, and puts together what it found."""
+    """A task that iterates over its micro-batches twice and combines the results."""
 
     def take_step(self, step: Any) -> None:
         found = []
@@ -307,7 +307,7 @@ class Twice:
 
 
 class Moody:
-    """Gives a value with some micro-batches only, or leaves the others out."""
+    """A task that returns a value for some micro-batches only, or skips the others."""
 
     def __init__(self, leaves: bool) -> None:
         self.leaves = leaves
@@ -323,7 +323,7 @@ class Moody:
 
 
 class Steep:
-    """Its gradients for the discriminator overflow in float16, those for the generator do not."""
+    """A task whose float16 gradients overflow for the discriminator and not for the generator."""
 
     def training_step(self, model: Any, batch: torch.Tensor) -> Any:
         generated = model.generator(batch)

@@ -1,4 +1,4 @@
-"""A model of a disk: what a process that is killed, and what a power failure, may leave of the changes it made.
+"""Model the states of a disk after a kill or a power failure.
 
 The changes of one real run are recorded once, with their data (`recorded`). Any state is then computed and written out,
 without another run. After a kill, everything done so far is there. After a power failure (`after_power_failure`), only
@@ -27,7 +27,7 @@ Tree = dict[str, bytes | None]
 class Change:
     """One change: `create`, `write`, `sync`, `rename`, `mkdir`, `unlink`, `rmdir`, or `nothing`.
 
-    Paths are relative to the root. `nothing` is a call that failed, or that was outside of the root.
+    Paths are relative to the root. `nothing` is a call that failed or was outside the root.
     """
 
     kind: str
@@ -38,14 +38,17 @@ class Change:
 
 @dataclass
 class Recording:
-    """What a run found, and every change that it made."""
+    """The initial files of a run, and every change that the run made."""
 
     root: Path
     before: Tree
     changes: list[Change] = field(default_factory=list)
 
     def after_kill(self, number: int, torn: bool = False) -> Tree:
-        """The tree after a kill right before change `number`; `torn`: in the middle of it, if it is a write."""
+        """Return the tree after a kill right before change `number`.
+
+        `torn`: the kill comes in the middle of a write.
+        """
         done = self.changes[:number]
         if torn:
             change = self.changes[number]
@@ -56,7 +59,7 @@ class Recording:
         return disk.tree()
 
     def after_power_failure(self, number: int) -> Iterator[Tree]:
-        """The worst trees that a power failure right before change `number` may leave.
+        """Yield the worst trees that a power failure right before change `number` may leave.
 
         None of the names that were not synced survives, all do, each alone does, each alone does not (every subset if
         they are few); each with all, half, none or zeros of the data that was not synced.
@@ -78,7 +81,7 @@ def _subsets(unsure: list[int], small: int = 4) -> Iterable[frozenset[int]]:
 
 
 def _durable_names(before: Tree, done: list[Change]) -> tuple[frozenset[int], list[int]]:
-    """Numbers of the changes of names that survive for certain, and of those that may."""
+    """Return the numbers of the changes of names that certainly survive, and of those that may."""
     disk = _Disk(before)
     pending: dict[int, list[_Directory]] = {}
     for number, change in enumerate(done):
@@ -93,7 +96,7 @@ def _durable_names(before: Tree, done: list[Change]) -> tuple[frozenset[int], li
 
 
 def _survivors(before: Tree, done: list[Change], kept: frozenset[int], data: str) -> Tree:
-    """The tree of the surviving names, with what is left of the data that was not synced."""
+    """Return the tree of the surviving names, with what is left of unsynced data."""
     whole, disk = _Disk(before), _Disk(before)
     contents: dict[int, tuple[bytes, bytes]] = {}
     files: dict[int, _File] = {}
@@ -138,7 +141,7 @@ class _Disk:
             self.parent(path)[os.path.basename(path)] = {} if content is None else _File(content)
 
     def find(self, path: str) -> Any:
-        """The file or directory at `path`; raises KeyError."""
+        """Return the file or directory at `path`. Raise KeyError if there is none."""
         node: Any = self.root
         for part in Path(path).parts:
             node = node[part]
@@ -149,7 +152,10 @@ class _Disk:
         return directory
 
     def apply(self, change: Change, missing_ok: bool = False) -> Any:
-        """Do one change, which may be impossible because another one was lost; returns what was created."""
+        """Apply one change and return the node that it creates.
+
+        The change may be impossible if an earlier one was lost.
+        """
         try:
             return self._apply(change)
         except (KeyError, TypeError):
@@ -185,12 +191,12 @@ class _Disk:
 
 
 def tree_of(root: Path) -> Tree:
-    """The tree below `root`."""
+    """Return the tree below `root`."""
     return {str(p.relative_to(root)): p.read_bytes() if p.is_file() else None for p in sorted(root.rglob("*"))}
 
 
 def write_tree(root: Path, tree: Tree) -> Path:
-    """Create `root` with `tree` in it."""
+    """Create `root` with the content of `tree`."""
     root.mkdir()
     for path, content in sorted(tree.items()):
         if content is None:
@@ -202,7 +208,7 @@ def write_tree(root: Path, tree: Tree) -> Path:
 
 @contextmanager
 def recorded(root: Path) -> Iterator[Recording]:
-    """Record every change below `root`; what fails or is outside is only counted."""
+    """Record every change below `root`. Only count calls that fail or are outside of it."""
     recording = Recording(root, tree_of(root))
     kinds = {"open": "create", "fsync": "sync", "replace": "rename"}
 

@@ -1,4 +1,4 @@
-"""How long tests take, as recorded in `tests/durations.json`: for the time left, and for shards of similar length.
+"""Estimate how long tests take, from `tests/durations.json`: for the time left, and for shards of similar length.
 
 The file has wall seconds for each test function that takes more than a second, the mean of its cases; `other` is the
 mean of the rest. `make test-all ARGS=--record-durations` writes it anew.
@@ -17,7 +17,7 @@ SHORT_S = 1.0
 
 
 def function_of(name: str) -> str:
-    """The test function that a test's id belongs to."""
+    """Return the test function of a test id."""
     return re.sub(r"(\[.*\])?(@[\w-]+)?$", "", name, flags=re.DOTALL)
 
 
@@ -35,16 +35,19 @@ class Durations:
 
     @classmethod
     def read(cls) -> Durations:
-        """Those in the file."""
+        """Read the durations from the file."""
         read = json.loads(FILE.read_text())
         return cls(read["functions"], read["other"])
 
     def of(self, name: str) -> float:
-        """The expected seconds of a test by its id."""
+        """Return the expected seconds of a test by its id."""
         return self.functions.get(function_of(name), self._other)
 
     def shard(self, names: Sequence[str], number: int, count: int) -> list[bool]:
-        """Which of `names` belong to shard `number` of `count`. Neighbours stay together: they share fixtures."""
+        """Return which of `names` belong to shard `number` of `count`.
+
+        Neighbours stay together: they share fixtures.
+        """
         seconds = [max(self.of(name), 0.001) for name in names]
         whole, before, found = sum(seconds), 0.0, []
         for each in seconds:
@@ -55,7 +58,7 @@ class Durations:
 
 
 def record(measured: Iterable[tuple[str, float]]) -> None:
-    """Write the file anew from (test id, wall seconds); functions that were not run keep what they have."""
+    """Rewrite the file from (test id, wall seconds). Functions that did not run keep their values."""
     cases: dict[str, list[float]] = defaultdict(list)
     for name, seconds in measured:
         cases[function_of(name)].append(seconds)

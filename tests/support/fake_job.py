@@ -1,4 +1,4 @@
-"""A scheduler's job around an attempt in this process, which may be asked to stop before it begins."""
+"""A scheduler's job around an attempt in this process. It may request a stop before the attempt begins."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from runner.system import clock
 
 
 class FakeJob:
-    """Counts what is asked of it; like Slurm's, it requeues whatever was not cancelled."""
+    """A job that counts requests and, like a Slurm job, requeues unless it was cancelled."""
 
     auto_restarts = False  # no thread that listens for signals
     max_timeouts: int | None = None

@@ -1,4 +1,4 @@
-"""Launchers that record what they are asked to start, and the runs that they leave; a test sets what they report."""
+"""Launchers that record requests without starting anything, and helpers to write the runs' results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Command = Callable[..., int]
 
 
 class FakeLauncher:
-    """Submits to nowhere."""
+    """A launcher that submits nothing."""
 
     in_process: bool = False
     launched: ClassVar[list[Path]] = []
@@ -69,13 +69,13 @@ class FakeLauncher:
 
 
 class HereLauncher(FakeLauncher):
-    """Runs in this process, like the local one."""
+    """A launcher that runs in this process, like the local one."""
 
     in_process = True
 
 
 class QueueLauncher:
-    """Another one, which has a run in its queue."""
+    """A second launcher, with a run in its queue."""
 
     waiting: ClassVar[list[Path]] = []
 
@@ -84,14 +84,14 @@ class QueueLauncher:
 
 
 class Unfinished:
-    """Not a launcher yet."""
+    """A class that is not a launcher yet."""
 
     def __init__(self, retry_failed: bool, dry_run: bool, partition: str | None) -> None:
         self.retry_failed = retry_failed
 
 
 def run_dirs() -> list[Path]:
-    """The run directories that the commands have made."""
+    """Return the run directories that the commands have created."""
     return sorted(Path("outputs").absolute().iterdir()) if Path("outputs").exists() else []
 
 
@@ -107,7 +107,7 @@ def fail(path: Path, state: str = "failed") -> None:
 
 
 class EvaluationLauncher(FakeLauncher):
-    """Submits evaluations to nowhere."""
+    """A launcher that records evaluations without submitting them."""
 
     def launch(self, run_dirs: list[Path], attempt: str, guards: Sequence[files.Guard] = ()) -> int:
         assert attempt == "runner.training.evaluate:attempt"

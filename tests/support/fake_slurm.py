@@ -1,4 +1,4 @@
-"""Slurm's commands as small scripts on PATH, which print a file and record how they were called."""
+"""Fake Slurm's commands with small scripts on PATH that print a file and record their arguments."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ PARTITIONS = (
 CONFIG = "KillWait = 30 sec\nMaxArraySize = 11\nPreemptType = preempt/partition_prio\nPreemptMode = REQUEUE\n"
 SUBMITTED = "2026-01-01T00:00:00"
 RUNNING = {"JobState": "RUNNING", "Restarts": "0", "Reason": "None", "PreemptTime": "None"}
-"""The record of a job that runs."""
+"""The record of a running job."""
 
 
 class FakeSlurm:
-    """Fakes the process boundary: no class of the project is replaced."""
+    """Fakes of Slurm at the process boundary. They replace no class of the project."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
@@ -55,27 +55,27 @@ class FakeSlurm:
         self.shows_job(SubmitTime=SUBMITTED)
 
     def prints(self, command: str, text: str) -> None:
-        """`command` (its name, or name_word_word) succeeds with `text` from now on."""
+        """Let `command` (its name, or name_word_word) succeed and print `text` from now on."""
         (self.folder / f"{command}.err").unlink(missing_ok=True)
         (self.folder / f"{command}.out").write_text(text)
 
     def fails(self, command: str, text: str) -> None:
-        """`command` fails with `text` on standard error from now on."""
+        """Let `command` fail and print `text` to standard error from now on."""
         (self.folder / f"{command}.err").write_text(text)
 
     def shows_job(self, **fields: str) -> None:
-        """`scontrol show job` prints this record from now on, of the job that was submitted last."""
+        """Let `scontrol show job` print this record of the last submitted job from now on."""
         self.prints("scontrol_show_job", job_line(**{**fields, "Command": "@script@"}))
 
     def calls(self, command: str = "") -> list[str]:
-        """The command lines so far that begin with `command`."""
+        """Return the recorded command lines that begin with `command`."""
         path = self.folder / "calls"
         lines = path.read_text().splitlines() if path.exists() else []
         return [line for line in lines if line.startswith(command)]
 
 
 def row(job_id: str, state: str = "PENDING", reason: str = "None", restarts: int = 0, **fields: str) -> str:
-    """A row of squeue as `scheduler` asks for it; by default of a job of this user, submitted at SUBMITTED."""
+    """Return a row of squeue as `scheduler` reads it, by default of a job that this user submitted at SUBMITTED."""
     cells = {"JobArrayID": job_id, "State": state, "Reason": reason, "RestartCnt": restarts, "BatchHost": "n1"}
     cells |= {"SubmitTime": SUBMITTED, "UserID": os.getuid(), "Name": "run", "Command": "/spool/copy.sh"}
     cells |= {"StartTime": "N/A", "PendingTime": "0", **fields}
@@ -83,7 +83,7 @@ def row(job_id: str, state: str = "PENDING", reason: str = "None", restarts: int
 
 
 def job_line(**fields: str) -> str:
-    """The record of a job as `scontrol show job -o` prints it."""
+    """Return the record of a job as `scontrol show job -o` prints it."""
     return " ".join(f"{key}={value}" for key, value in {"JobId": "12", **fields}.items()) + "\n"
 
 
@@ -94,7 +94,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
-    """Three run directories."""
+    """Return three run directories."""
     made = [tmp_path / "outputs" / f"run{index}" for index in range(3)]
     for run in made:
         run.mkdir(parents=True)
@@ -103,7 +103,7 @@ def runs(tmp_path: Path) -> list[Path]:
 
 @pytest.fixture
 def inside(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlurm]:
-    """This process is in task 1 of array 12, which has the job id 13; nothing waits for long."""
+    """Let this process be task 1 of array 12, with job id 13. Waits are short."""
     monkeypatch.setenv("SLURM_JOB_ID", "13")
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "12")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")

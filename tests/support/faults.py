@@ -1,4 +1,4 @@
-"""Counts the changes a process makes to a file system, and breaks a chosen one.
+"""Count the changes that a process makes to a file system, and break a chosen change.
 
 Every change that the commit code makes goes through a function of `os`, most of them under the names of
 `runner.system.files`; both are replaced for a while. Reads are not counted.
@@ -25,7 +25,7 @@ CALLS = ("open", "write", "copy_file_range", "ftruncate", "fsync", "rename", "re
 
 @dataclass
 class Trace:
-    """The changes so far: (call, path or descriptor's path, new path)."""
+    """The recorded changes: (call, path or descriptor's path, new path)."""
 
     calls: list[tuple[str, str, str]] = field(default_factory=list)
 
@@ -36,7 +36,7 @@ class Trace:
 
 @dataclass
 class ReadTrace:
-    """The looks at files so far: (call, path)."""
+    """The recorded reads of files: (call, path)."""
 
     calls: list[tuple[str, str]] = field(default_factory=list)
 
@@ -71,7 +71,7 @@ def intercepted(act: Break | None = None) -> Iterator[Trace]:
         for name in CALLS:
             real = getattr(os, name)
             replacement = wrap(name, real)
-            if name in ("unlink", "rmdir"):  # shutil.rmtree calls them by these names
+            if name in ("unlink", "rmdir"):  # shutil.rmtree calls the functions of `os`
                 patch.setattr(os, name, replacement)
             for alias in [alias for alias, function in vars(files).items() if function is real]:
                 patch.setattr(files, alias, replacement)
@@ -79,19 +79,19 @@ def intercepted(act: Break | None = None) -> Iterator[Trace]:
 
 
 def path_of(target: Any, dir_fd: int | None = None) -> str:
-    """A path, passed as one, as an open descriptor, or relative to the descriptor of a directory."""
+    """Return the path of an argument: a path, an open descriptor, or a name relative to a directory's descriptor."""
     if isinstance(target, int):
         return os.readlink(f"/proc/self/fd/{target}")
     return str(target) if dir_fd is None else os.path.join(path_of(dir_fd), target)
 
 
 def failing(at: int, code: int) -> Break:
-    """Call number `at` fails with this errno; a write fails after writing half."""
+    """Fail call number `at` with this errno. A write fails after writing half."""
     return failing_from(at, code, at + 1)
 
 
 def failing_from(start: int, code: int, stop: int = sys.maxsize) -> Break:
-    """All calls from number `start` on fail with this errno, up to `stop`; a write fails after writing half."""
+    """Fail all calls from number `start` to `stop` with this errno. A write fails after writing half."""
 
     def act(index: int, name: str, call: Callable[[], Any], args: tuple[Any, ...]) -> Any:
         if not start <= index < stop:
@@ -104,12 +104,12 @@ def failing_from(start: int, code: int, stop: int = sys.maxsize) -> Break:
 
 
 def killed(at: int) -> Break:
-    """SIGKILL before call number `at`."""
+    """Send SIGKILL before call number `at`."""
     return interrupted(at, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def interrupted(at: int, action: Callable[[], object]) -> Break:
-    """`action` happens before call number `at`, with the real file system."""
+    """Call `action` before call number `at`, with the real file system."""
     busy = False
 
     def act(index: int, name: str, call: Callable[[], Any], args: tuple[Any, ...]) -> Any:
@@ -124,7 +124,7 @@ def interrupted(at: int, action: Callable[[], object]) -> Break:
 
 
 def _write_half(args: tuple[Any, ...]) -> None:
-    """Leave what an interrupted write leaves: the first half, written without the replaced os.write."""
+    """Write the first half of the data, without the replaced os.write, as an interrupted write does."""
     with open(f"/proc/self/fd/{args[0]}", "ab", buffering=0) as file:
         file.write(bytes(args[1][: len(args[1]) // 2]))
 
@@ -136,12 +136,12 @@ def reads_intercepted(
     stays: tuple[int, str] | None = None,
     after: dict[str, Callable[[], object]] | None = None,
 ) -> Iterator[ReadTrace]:
-    """Count every look at files of checkpoints, and break some.
+    """Count every read of checkpoint files, and break some.
 
     Args:
-        errors: number of the call -> the errno that it fails with.
-        stays: (errno, part of a path): every look at such a path fails.
-        after: path -> what happens, once, after it was opened for the first time and closed again.
+        errors: number of the call -> the errno of its failure.
+        stays: (errno, part of a path): every read of such a path fails.
+        after: path -> action, called once, after the file was first opened and closed.
     """
     trace = ReadTrace()
     pending = dict(after or {})

@@ -1,4 +1,4 @@
-"""Runs one configuration undisturbed and then killed many times, each attempt forked from this process.
+"""Train one configuration undisturbed, and again with many kills. Each attempt is a fork of this process.
 
     python forked.py FOLDER RANKS KILLS SEED WORD...
 
@@ -30,11 +30,11 @@ PATIENCE_S = 300.0
 
 
 def fork(words: list[str], log: Path, **environment: str) -> int:
-    """Start one rank; its process id, which is that of its process group."""
+    """Start one rank and return its process id, which is also its process group."""
     child = os.fork()
     if child:
-        with suppress(OSError):  # it has ended
-            os.setpgid(child, child)  # on both sides: whoever comes first, the group is there from now on
+        with suppress(OSError):  # the rank may have ended
+            os.setpgid(child, child)  # in parent and child, so that the group exists whichever runs first
         return child
     status = 1
     try:
@@ -44,7 +44,7 @@ def fork(words: list[str], log: Path, **environment: str) -> int:
         os.dup2(output, 1)
         os.dup2(output, 2)
         status = run(words)
-    except BaseException:  # noqa: BLE001 the parent reads it in the log
+    except BaseException:  # noqa: BLE001 the traceback goes into the log for the parent
         traceback.print_exc()
     finally:
         with suppress(OSError):
@@ -65,21 +65,21 @@ def attempt_of(words: list[str], log: Path, ranks: int) -> list[int]:
 
 
 def finish(processes: list[int], log: Path) -> None:
-    """Wait until all ranks have ended, successfully."""
+    """Wait until all ranks have exited successfully."""
     statuses = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
     if any(statuses):
         sys.exit(f"{statuses}:\n{log.read_text()}")
 
 
 def kill_at(step: int, processes: list[int], metrics: Path, log: Path) -> None:
-    """SIGKILL to all ranks, and to their workers, once the metrics have `step` lines or more."""
+    """Send SIGKILL to all ranks and their workers once the metrics have `step` lines or more."""
     deadline = time.monotonic() + PATIENCE_S
     while (metrics.read_bytes().count(b"\n") if metrics.exists() else 0) < step:
         ended = [os.waitpid(process, os.WNOHANG)[0] for process in processes]
         if any(ended) or time.monotonic() > deadline:
             sys.exit(f"the attempt did not reach step {step}:\n{log.read_text()}")
         time.sleep(0.001)
-    for signum in (signal.SIGSTOP, signal.SIGKILL):  # all at once, as when a node is lost
+    for signum in (signal.SIGSTOP, signal.SIGKILL):  # all at the same moment, as when a node is lost
         for process in processes:
             os.killpg(process, signum)
     for process in processes:

@@ -1,4 +1,4 @@
-"""A dataset, a loss and a callback that hang in step `HANG_AT`, as long as the FIFO `HANG_FILE` exists.
+"""A dataset, a loss and a callback that hang in step `HANG_AT` while the FIFO `HANG_FILE` exists.
 
 Environment variables:
 
@@ -54,7 +54,7 @@ class Blocked(Rows):
 
 
 def loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The default loss, which does not always return."""
+    """Return the default loss, or hang."""
     if model.training and next(_losses) == HANG_AT:
         if _hangs("loop"):
             endless_loop()
@@ -73,7 +73,7 @@ def receive_what_nobody_sends() -> None:
 
 
 class Uploading:
-    """A callback."""
+    """A callback that may hang."""
 
     def on_step_end(self, context: Any) -> None:
         if context.step == HANG_AT and _hangs("callback"):

@@ -1,4 +1,4 @@
-"""Whole commands in this process: a tiny run takes a second or less."""
+"""Run whole commands in this process: a tiny run takes a second or less."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from runner.system.signals import STOP, STOP_SIGNALS
 OWN_MODEL = [
     *("experiment=smoke", "data.sequence_length=16", "logger=none", "run.threads=1"),
     *("train.steps=6", "eval.every_steps=2", "checkpoint.every_steps=2"),
-    "scheduler.total_steps=40",  # so that a run may be made longer
+    "scheduler.total_steps=40",  # so that a run can be made longer
 ]
 SHORT = [*OWN_MODEL, "model.width=16", "model.layers=1"]
 
 
 def command(*words: object) -> int:
-    """The exit status of `runner WORDS`; signal handlers and the stop flag are put back."""
+    """Return the exit status of `runner WORDS`. Restore signal handlers and the stop flag."""
     handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     try:
         return run([str(word) for word in words])
@@ -48,5 +48,5 @@ def trained(path: Path, *words: object) -> Path:
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """Every file below `path`, by name."""
+    """Return the content of every file below `path`, by name."""
     return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
