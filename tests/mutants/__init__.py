@@ -1,1 +1,1 @@
-"""Small random changes of the code, each of which some test should notice: see docs/project/mutants.md."""
+"""Small random changes of the code, each of which a test should notice: see docs/project/mutants.md."""

@@ -1,4 +1,4 @@
-"""Make random small changes of the code in a copy, and find out which of them `make test` notices."""
+"""Make small random changes in a copy of the code, and find out which of them `make test` notices."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ ROOT = Path(__file__).resolve().parents[2]
 JUDGED = "tests/mutants/judged.toml"
 HANG, START, LIVES = "time limit", "start of pytest", "lives"
 STAGES = OWN, OTHERS, SIMULATION = "own", "others", "simulation"
-ADDED = "added"  # noticed at a stage that had not noticed it before
+ADDED = "added"  # noticed by a stage that had not noticed the change before
 
 
 class First:
-    """Remembers the first test that fails."""
+    """A pytest plugin that remembers the first failing test."""
 
     def __init__(self) -> None:
         self.result: dict[str, Any] = {"failed": None}
@@ -54,7 +54,7 @@ def examine(
     simulation: Simulation,
     budget: float,
 ) -> dict[str, Any]:
-    """Which test notices a change, if one does: a line of the results, that of an earlier time continued."""
+    """Find out which test notices a change. Return a line of the results, which may continue an earlier line."""
     begun, tried = time.monotonic(), known.get("tried", [])
     line: dict[str, Any] = {"change": change.name, "file": change.file, "line": change.lines[0], "what": str(change)}
     line |= {"tests": known.get("tests", 0), "of": known.get("of", 0)}
@@ -74,7 +74,7 @@ def examine(
 
 
 def _tested(change: Change, copy: Copy, tests: Executed, own: bool, budget: float) -> tuple[str | None, int, int]:
-    """The test that notices a change, how many were run at most, and how many execute it."""
+    """Return the test that notices a change, the maximum number of tests run, and how many execute it."""
     chosen, cost, slowest, of = [], 0.0, 0.0, 0
     for each in tests.tests_of(change, own).values():
         seconds = [tests.seconds[test] for test in each]
@@ -87,13 +87,13 @@ def _tested(change: Change, copy: Copy, tests: Executed, own: bool, budget: floa
     options, limit = ["-x", "-o", f"timeout={30 + 5 * slowest:.0f}"], 60 + 4 * cost
     with copy.changed(change):
         result = copy.pytest([*options, *chosen], limit, First)
-        if result and result["status"] == pytest.ExitCode.USAGE_ERROR:  # the change may give a test another name
+        if result and result["status"] == pytest.ExitCode.USAGE_ERROR:  # the change may rename a test
             result = copy.pytest([*options, *dict.fromkeys(test.partition("::")[0] for test in chosen)], limit, First)
     return _noticed(result), len(chosen), of
 
 
 def _noticed(result: dict[str, Any] | None) -> str | None:
-    """The test that failed, or what else kept pytest from passing: without the change it did."""
+    """Return the test that failed, or another reason why pytest failed. Without the change it passed."""
     if result is None:
         return HANG
     failed: str | None = result["failed"]
@@ -101,7 +101,7 @@ def _noticed(result: dict[str, Any] | None) -> str | None:
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    """The results so far, by the change's name; the last one counts. A line that a kill cut short does not."""
+    """Read the last result of each change by the change's name. Skip a line that a kill truncated."""
     found = {}
     if path.exists():
         for line in path.read_text().splitlines():
@@ -114,14 +114,14 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def verdict(result: dict[str, Any], judged: dict[str, Any]) -> str:
-    """By whom it was noticed, what was judged of a change that lives, or `lives`."""
+    """Return the test that noticed the change, the judgement of a surviving change, or `lives`."""
     if result["noticed"]:
         return str(result["by"])
     return str(judged.get(result["change"], {}).get("verdict", LIVES))
 
 
 def table(results: Iterable[dict[str, Any]], judged: dict[str, Any]) -> str:
-    """What became of the changes, by package."""
+    """Return a table of the results by package."""
     rows: dict[str, Counter[str]] = defaultdict(Counter)
     for result in results:
         for row in (result["file"].rpartition("/")[0], "all"):
@@ -133,19 +133,19 @@ def table(results: Iterable[dict[str, Any]], judged: dict[str, Any]) -> str:
 
 
 def show(root: Path, change: Change) -> str:
-    """A change as a diff."""
+    """Return a change as a diff."""
     before = (root / change.file).read_bytes()
     old, new = (text.decode().splitlines(keepends=True) for text in (before, change.applied(before)))
     return "".join(difflib.unified_diff(old, new, change.file, f"{change.file} ({change.name})"))
 
 
 def say(line: str) -> None:
-    """Print a line at once."""
+    """Print and flush a line."""
     print(line, flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0, or 1 if a change lives that was not judged equivalent."""
+    """Run the command. Return 1 if a change lives that was not judged equivalent, otherwise 0."""
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="which changes are drawn")
     parser.add_argument("--count", type=int, default=100, help="how many; a greater number draws more besides these")
@@ -170,7 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
     results, path = read(folder / f"seed-{options.seed}.jsonl"), folder / f"seed-{options.seed}.jsonl"
     asked = [OWN, *[OTHERS] * (not options.own), *[SIMULATION] * options.simulation]
     preload()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the copy is removed, and what runs in it killed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removes the copy and kills its processes
     with Copy(root) as copy:
         tests = Executed(copy, folder / "executed", say)
         simulation = Simulation(copy, say)

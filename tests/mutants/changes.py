@@ -1,7 +1,7 @@
-"""The small changes that can be made to a module, found in its syntax tree, and the order in which they are drawn.
+"""Find the small changes that can be made to a module in its syntax tree, and draw them in a random order.
 
-A change has an identity made of its file, its line's text and what it does, so that code that moves keeps its changes,
-their order and what was judged of them. Docstrings, type hints, messages, logging and assertions are left alone.
+A change's identity depends on its file, the text of its line and the edit. Code that moves keeps its changes,
+their order and their judgements. Docstrings, type hints, messages, logging and assertions are left alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODULES = """
     launch/requeue.py launch/job.py launch/slurm.py launch/scheduler.py
     runner/cli/start/start.py runner/cli/start/plan.py
 """.split()
-"""The modules behind the promises: a kill loses nothing, nobody else interferes, the data order, the requeue."""
+"""The modules behind the promises: a kill loses nothing, no other process interferes, the data order, the requeue."""
 
 SPOKEN = "debug info warning error exception warn say print _print".split()
 TURNED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "==", "is": "is not", "is not": "is"}
@@ -45,10 +45,10 @@ class Change:
     """Replace the bytes `start` to `end` of a file.
 
     Attributes:
-        name: its identity, eight hexadecimal digits.
+        name: the identity, eight hexadecimal digits.
         file: relative to the project.
-        lines: first and last line of what is changed, from 1.
-        at_import: whether the line is executed when the module is imported, and not by a test.
+        lines: first and last changed line, from 1.
+        at_import: whether an import of the module executes the line, and not a test.
     """
 
     name: str
@@ -68,12 +68,12 @@ class Change:
         return f"{self.file}:{self.lines[0]} {self.kind}: {old} -> {new}"
 
     def applied(self, source: bytes) -> bytes:
-        """The changed content of the file."""
+        """Return the changed content of the file."""
         return source[: self.start] + self.new.encode() + source[self.end :]
 
 
 class _Finder(ast.NodeVisitor):
-    """Collects (kind, start, end, new, node, whether it is in a function)."""
+    """Collect (kind, start, end, new, node, whether it is in a function)."""
 
     def __init__(self, source: bytes) -> None:
         self.source = source
@@ -95,7 +95,7 @@ class _Finder(ast.NodeVisitor):
         self.found.append((kind, *self.span(node), new, node, self._depth > 0))
 
     def operator(self, kind: str, left: ast.AST, right: ast.AST, old: str, new: str) -> None:
-        """Replace an operator: it is somewhere between its operands, beside brackets and comments."""
+        """Replace an operator. It is between its operands, among brackets and comments."""
         gap = self.span(left)[1]
         pattern = r"\s+".join(map(re.escape, old.split()))
         if old[0].isalpha():
@@ -187,14 +187,14 @@ class _Finder(ast.NodeVisitor):
 
 
 def _is_left_alone(node: ast.AST) -> bool:
-    """Whether it is a message or an assertion, or logs something."""
+    """Return whether a node is a message, an assertion or a logging call."""
     if isinstance(node, ast.Call):
         return getattr(node.func, "attr", getattr(node.func, "id", "")) in SPOKEN
     return isinstance(node, (ast.JoinedStr, ast.Raise, ast.Assert))
 
 
 def changes_of(root: Path, file: str) -> list[Change]:
-    """Every change of one module, in the order of its lines."""
+    """Return every change of one module, in the order of its lines."""
     source = (root / file).read_bytes()
     finder = _Finder(source)
     finder.visit(ast.parse(source))
@@ -211,11 +211,11 @@ def changes_of(root: Path, file: str) -> list[Change]:
 
 
 def modules(root: Path) -> list[str]:
-    """The files that are changed."""
+    """Return the files to change."""
     return sorted({path.relative_to(root).as_posix() for pattern in MODULES for path in root.glob(pattern)})
 
 
 def drawn(root: Path, seed: int) -> Iterator[Change]:
-    """All changes, in an order that the seed determines: another change of the code does not move the others."""
+    """Yield all changes in an order that depends on the seed. An edit of the code does not move the others."""
     every = [change for file in modules(root) for change in changes_of(root, file)]
     yield from sorted(every, key=lambda change: hashlib.sha256(f"{seed} {change.name}".encode()).digest())

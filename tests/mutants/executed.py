@@ -1,6 +1,6 @@
-"""Which tests of `make test` execute which lines: a coverage pass over each file of tests, kept until it changes.
+"""Find out which tests of `make test` execute which lines, with coverage of each test file, cached until it changes.
 
-If the code has changed since, its lines are found again by their text.
+If the code has changed since then, its lines are found by their text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from mutants.changes import Change, modules
 from mutants.trial import Copy
 
-LIMIT_S = 1200.0  # for one file of tests
+LIMIT_S = 1200.0  # for one test file
 SETTINGS = """\
 [run]
 include = {include}
@@ -34,7 +34,7 @@ _RAN = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TES
 
 
 class Recorder:
-    """Notes which test executes what; commands that a test starts are measured, too, under its name."""
+    """Record the tests that execute each line. Commands that a test starts count for that test."""
 
     def __init__(self, settings: Path) -> None:
         import os
@@ -56,7 +56,7 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Iterator[None]:
-        """What several tests share is executed for every test of the file."""
+        """Count a shared fixture for every test of the file."""
         if fixturedef.scope == "function":
             return (yield)
         item = request._pyfuncitem.nodeid
@@ -78,11 +78,11 @@ class Recorder:
 
 
 class Executed:
-    """The lines of the modules and the tests that execute them; a folder of tests is measured when it is asked for.
+    """The lines of the modules and the tests that execute them. A folder of tests is measured on first use.
 
     Args:
-        copy: of the project.
-        kept: folder of what was measured.
+        copy: the copy of the project.
+        kept: folder of the cached measurements.
         say: called with the progress.
     """
 
@@ -98,10 +98,10 @@ class Executed:
         kept.mkdir(parents=True, exist_ok=True)
 
     def measure(self, folder: str) -> None:
-        """Find out what the tests in a folder execute, unless that is known.
+        """Measure which lines the tests in a folder execute, unless that is known.
 
         Raises:
-            RuntimeError: a file of tests does not come to its end.
+            RuntimeError: a test file does not finish.
         """
         if folder in self._folders:
             return
@@ -120,13 +120,13 @@ class Executed:
             self.add({**measured, "lines": lines})
 
     def _keep(self, source: str) -> str:
-        """The name under which a module's text of the time of a measurement is kept."""
+        """Return the file name for the text of a module at the time of a measurement."""
         name = _digest(source)
         (self._kept / f"{name}.source").write_text(source)
         return name
 
     def _moved(self, lines: dict[str, list[str]], file: str, then: str) -> dict[int, set[str]]:
-        """The tests of a module's lines, which were others: a line that has changed is any of those in its place."""
+        """Map tests to the present lines of a module. A changed line gets the tests of the lines that it replaces."""
         moved: dict[int, set[str]] = defaultdict(set)
         for kind, start, end, first, last in self._matching(file, then):
             for line in range(start, end):
@@ -142,7 +142,7 @@ class Executed:
         return self._matched[file, then]
 
     def add(self, measured: dict[str, Any]) -> None:
-        """What one file of tests executes."""
+        """Add the lines that one test file executes."""
         self.seconds |= measured["seconds"]
         self.failed.update(measured["failed"])
         for file, lines in measured["lines"].items():
@@ -150,12 +150,12 @@ class Executed:
                 self._lines[file][int(line)].update(tests)
 
     def tests_of(self, change: Change, own: bool) -> dict[str, list[str]]:
-        """The tests that execute the changed lines, by their files, the fastest file first.
+        """Return the tests that execute the changed lines, by file, the fastest file first.
 
         Args:
             change: the change.
-            own: those of the module's own folder (all of them, if no line of the change is known to be executed);
-                otherwise those of the other modules' folders.
+            own: whether to return the tests of the module's folder (all, if no test is known to execute the change);
+                otherwise those of the other folders.
         """
         beside = tests_beside(change.file)
         for folder in sorted({beside} if own else {tests_beside(file) for file in self._modules}):
@@ -178,7 +178,7 @@ def _digest(text: str) -> str:
 
 
 def tests_beside(file: str) -> str:
-    """The folder of a module's own tests."""
+    """Return the folder of a module's tests."""
     first, second, *_ = file.split("/")
     return f"tests/{second if first == 'runner' else first}/"
 

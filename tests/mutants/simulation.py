@@ -1,4 +1,4 @@
-"""The simulation as one more test: some schedules of the scenarios that reach the changed line."""
+"""Use the simulation as one more test, with schedules of the scenarios that reach the changed line."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mutants.changes import Change, modules
 from mutants.trial import Copy
 
 SCHEDULES = {"lease": 400, "training": 150, "jobs": 100, "custody": 100}
-"""How many of each scenario are played for a change: half a minute each."""
+"""Schedules per scenario and change: half a minute each."""
 LOOK = 30
-"""So many are played to see which lines a scenario reaches."""
+"""Schedules played to record the lines that a scenario reaches."""
 SLOWER = 5.0
-"""A search that takes so many times as long as usual, and half a minute, does not end."""
+"""A search that takes this many times as long as usual, plus half a minute, counts as endless."""
 SETTINGS = """\
 [run]
 include = {include}
@@ -48,10 +48,10 @@ print(json.dumps({"broken": play(kind, schedule(kind, sys.argv[2])).broken}))
 
 
 class Simulation:
-    """What the simulation notices.
+    """The simulation as a test of changes.
 
     Args:
-        copy: of the project.
+        copy: the copy of the project.
         say: called with the progress.
     """
 
@@ -61,9 +61,9 @@ class Simulation:
         self._seconds: dict[str, float] = {}
 
     def noticed(self, change: Change) -> str | None:
-        """The schedule that breaks a promise with the change, and which; None if none does.
+        """Return the schedule that breaks a promise with the change, and the promise, or None.
 
-        A schedule that breaks it without the change as well does not count.
+        A schedule that also breaks it without the change does not count.
         """
         for name, schedules in SCHEDULES.items():
             lines = self._lines(name).get(change.file, set())
@@ -79,7 +79,7 @@ class Simulation:
         return None
 
     def _lines(self, name: str) -> dict[str, set[int]]:
-        """The lines that a scenario reaches; also notes how long its schedules take without a change."""
+        """Return the lines that a scenario reaches. Record how long its schedules take without a change."""
         if name not in self._reached:
             self._say(f"which lines does the scenario {name} reach?")
             self._reached[name] = self._look(name)
@@ -109,7 +109,7 @@ class Simulation:
         return found
 
     def _run(self, code: str, *arguments: str, limit: float, **environment: str) -> dict[str, Any] | None:
-        """What the code printed; None if it failed or took longer than the limit, in seconds."""
+        """Return the printed JSON. Return None if the code failed or took longer than `limit` seconds."""
         words = [sys.executable, "-c", code, *arguments]
         paths = f"{self._copy.path}:{self._copy.path / 'tests'}"
         settings = {"PYTHONPATH": paths, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", **environment}

@@ -1,4 +1,4 @@
-"""`make mutants`: the same changes from the same seed, found or not, and nothing outside of the copy is changed."""
+"""Check `make mutants`: the same changes from the same seed, correct verdicts, and no edits outside the copy."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project with one module and one test."""
+    """Return a project with one module and one test."""
     path = tmp_path / "project"
     for name, text in {
         MODULE: SOURCE,
@@ -116,7 +116,7 @@ def test_docstrings_hints_messages_and_logging_are_left_alone(project: Path) -> 
 
 
 def test_every_mutant_is_valid_python_on_its_line() -> None:
-    """And there is a module for every pattern, and tests beside it."""
+    """Also check that every pattern matches a module with a folder of tests."""
     assert all(list(ROOT.glob(pattern)) for pattern in changes.MODULES)
     assert all((ROOT / executed.tests_beside(file)).is_dir() for file in changes.modules(ROOT))
     for change in [change for file in changes.modules(ROOT)[::5] for change in changes.changes_of(ROOT, file)[::97]]:
@@ -152,7 +152,7 @@ def test_a_change_is_in_the_copy_alone_and_only_for_a_while(project: Path) -> No
 
 
 def test_tests_of_a_line_are_found_nearest_first(project: Path) -> None:
-    """What a fixture of several tests executes, each of them does; a line that nobody executes is tried with all."""
+    """Count a shared fixture for each of its tests, and try a line without coverage with all tests."""
     every = {change.kind: change for change in changes.changes_of(project, MODULE) if change.lines[0] != 25}
     with Copy(project) as copy:
         tests = Executed(copy, project / "build", lambda line: None)
@@ -174,7 +174,7 @@ def test_tests_of_a_line_are_found_nearest_first(project: Path) -> None:
 
 
 def test_what_was_measured_stays_valid_when_the_code_moves(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line is found again by its text; one that has changed is executed by the tests of those that it replaces."""
+    """Find a line by its text, and give a changed line the tests of the lines that it replaces."""
     every = {change.kind: change for change in changes.changes_of(project, MODULE) if change.lines[0] < 25}
     tests = {kind: f"tests/rundir/test_lease.py::{kind}" for kind in ("min/max", "except")}
     lines = {str(every[kind].lines[0]): [test] for kind, test in tests.items()}
@@ -211,7 +211,7 @@ def test_the_simulation_notices_what_breaks_only_with_the_change(
     without_the_change: str | None,
     noticed: str | None,
 ) -> None:
-    """And only scenarios are played that reach the changed line."""
+    """Play only scenarios that reach the changed line."""
     change = next(each for each in changes.changes_of(project, MODULE) if each.kind == "call")
     played: list[str] = []
 
@@ -245,7 +245,7 @@ def test_the_simulation_of_the_copy_is_played_and_told_again() -> None:
 
 @pytest.mark.slow
 def test_options_that_pytest_does_not_know_are_an_error(project: Path) -> None:
-    """Else no test would run, and every change live."""
+    """Fail, because otherwise no test would run and every change would live."""
     (project / "tests/conftest.py").unlink()
     with Copy(project) as copy, pytest.raises(RuntimeError, match=r"pytest did not run tests/rundir/test_lease\.py"):
         Executed(copy, project / "kept", print).measure("tests/rundir/")
@@ -267,7 +267,7 @@ def test_a_change_lives_only_if_pytest_passes(result: dict[str, Any] | None, not
 
 @pytest.mark.slow
 def test_mutants_are_tried_once_and_recorded(project: Path) -> None:
-    """The test executes `clip` with 2, and would not notice a change of the limit, nor anything in `unused`."""
+    """Check a test that executes `clip` with 2 and notices no change of the limit or in `unused`."""
     first, judged, *_ = (each for each in changes.drawn(project, 1) if str(each).split(" ", 1)[1] not in NOTICED)
     (project / "tests/mutants").mkdir(parents=True)
     text = f'["{judged.name}"]\nverdict = "equivalent"\nwhy = "nobody reaches it"\n'
@@ -275,7 +275,7 @@ def test_mutants_are_tried_once_and_recorded(project: Path) -> None:
     path = project / "build/mutants/seed-1.jsonl"
 
     def run(count: int) -> list[str]:
-        """The last line of the table."""
+        """Return the last line of the table."""
         command = [sys.executable, "-m", "mutants", "--root", str(project), "--count", str(count)]
         environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT / "tests")}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

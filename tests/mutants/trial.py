@@ -1,4 +1,4 @@
-"""A copy of the project, and pytest in it: forked from a process that has imported torch, which is most of a start."""
+"""Copy the project and run pytest in the copy, in forks of a process with torch imported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are pr
 
 
 def preload() -> None:
-    """Import what most tests need, and nothing of the project."""
+    """Import the libraries that most tests need, and nothing of the project."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for name in PRELOADED:
@@ -37,7 +37,7 @@ def preload() -> None:
 
 
 class Copy:
-    """A copy of the project's files in a temporary folder; nothing outside of that is changed."""
+    """A copy of the project's files in a temporary folder. Nothing outside of it is changed."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -62,13 +62,13 @@ class Copy:
 
     @contextmanager
     def changed(self, change: Change) -> Iterator[None]:
-        """Have the change in the copy for a while."""
+        """Apply the change to the copy within the block."""
         path = self.path / change.file
         before, times = path.read_bytes(), path.stat()
         self._ticks += 1
         try:
             path.write_bytes(change.applied(before))
-            later = times.st_mtime + self._ticks  # compiled files are told apart by their source's second
+            later = times.st_mtime + self._ticks  # compiled files are identified by their source's second
             os.utime(path, (later, later))
             yield
         finally:
@@ -79,12 +79,12 @@ class Copy:
         """Run pytest in a new process.
 
         Args:
-            arguments: of pytest.
-            limit: after so many seconds all that it started is killed.
+            arguments: arguments of pytest.
+            limit: seconds after which pytest and its children are killed.
             plugin: called in the process; an object with pytest's hooks and `result`, a dict.
 
         Returns:
-            The plugin's result, with pytest's exit `status`; None if the process did not end by itself.
+            The plugin's result, with pytest's exit `status`; None if the process was killed.
         """
         result = self._folder / "result.json"
         result.unlink(missing_ok=True)
@@ -98,13 +98,13 @@ class Copy:
             select.select([ended], [], [], limit)
         finally:
             os.close(ended)
-            with suppress(ProcessLookupError):  # the whole session's group: what it started, too
+            with suppress(ProcessLookupError):  # the whole session's group, with its children
                 os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         return json.loads(result.read_text()) if result.exists() else None
 
     def _become(self, arguments: list[str], temporary: Path, result: Path, plugin: Callable[[], Any]) -> None:
-        """Be the process that runs pytest; does not return."""
+        """Run pytest in this process and do not return."""
         import pytest
 
         try:
@@ -123,12 +123,12 @@ class Copy:
             whole = result.with_suffix(".part")
             whole.write_text(json.dumps(hooks.result | {"status": int(status)}))
             whole.rename(result)
-        except BaseException:  # noqa: BLE001 nothing may return into the process that was forked
+        except BaseException:  # noqa: BLE001 the fork must not return to its caller
             traceback.print_exc()
         finally:
             os._exit(0)
 
     @property
     def output(self) -> str:
-        """What the last pytest printed."""
+        """Return the output of the last pytest."""
         return (self._folder / "output").read_text(errors="replace")

@@ -2,7 +2,7 @@
 
     python forked.py FOLDER RANKS KILLS SEED WORD...
 
-makes the runs FOLDER/plain and FOLDER/killed from the current directory. A fork has torch and the libraries of the
+The runs are FOLDER/plain and FOLDER/killed, relative to the current directory. A fork has torch and the libraries of the
 examples imported already, which takes most of a start.
 """
 

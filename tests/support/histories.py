@@ -1,4 +1,4 @@
-"""Random histories of one run of the elastic sampler, checked against a plain recount of what was consumed.
+"""Check random histories of one run with the elastic sampler against a plain recount of the consumed samples.
 
     python tests/support/histories.py --minutes 60 --seed 1
 
@@ -32,14 +32,14 @@ POOL = {"code": 23, "prose": 7, "tests": 41, "math": 3, "logs": 12}
 WEIGHTS = (0.0, 0.2, 0.5, 1.0, 1.0, 3.0)
 CAPS = (1, 2, 1.5, 0.5, 4.35, 2.25)
 KINDS = ("sampler", "batches", "loader", "thread")
-_LONGEST = 4000  # positions that one history consumes at most
+_LONGEST = 4000  # limit on the positions that a history consumes
 
 Sample = tuple[str, int]
 
 
 @dataclass
 class Settings:
-    """The data order that the configuration asks for, in a user's words."""
+    """The data order that a configuration asks for, in the user's terms."""
 
     sizes: dict[str, int]
     weights: dict[str, float]
@@ -59,7 +59,7 @@ class Settings:
         }
 
     def parts(self) -> list[tuple[int, Part]]:
-        """The planned parts of the run, each with its first position."""
+        """Return the planned parts of the run, each with its first position."""
         base = Part(dict(self.weights), self.temperature, dict(self.caps))
         planned = [
             (start, Part({**self.weights, **weights}, temperature, dict(self.caps)))
@@ -70,7 +70,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Part:
-    """What holds in a part of the run."""
+    """The settings of a part of the run."""
 
     weights: dict[str, float]
     temperature: float
@@ -87,16 +87,16 @@ def part_at(parts: list[tuple[int, Part]], position: int) -> Part:
 
 @dataclass
 class Left:
-    """Samples that one change left out: of a source by index, or those that stood at positions, by key."""
+    """Samples that one change excludes: by index in a source, or by key for positions."""
 
     text: str
-    planned: bool  # by the configuration, which may withdraw it; else by a call
+    planned: bool  # in the configuration, which may withdraw the exclusion. Otherwise excluded by a call
     samples: dict[str, set[int]] = field(default_factory=dict)
     keys: dict[str, set[int]] = field(default_factory=dict)
 
 
 class Streams:
-    """The streams of the sources as plain lists, drawn from samplers that have one source and nothing else."""
+    """The streams of the sources as plain lists, drawn from samplers with a single source."""
 
     def __init__(self, seed: int, shuffle: bool) -> None:
         self._seed, self._shuffle = seed, shuffle
@@ -121,21 +121,21 @@ class Streams:
 
 
 class Recount:
-    """What must be consumed next from each source, one sample after another."""
+    """Counts what each source must yield next, one sample at a time."""
 
     def __init__(self, settings: Settings, streams: Streams) -> None:
         self.settings, self.streams = settings, streams
         self.position = 0
-        self.next: dict[str, int] = dict.fromkeys(POOL, 0)  # the key that comes next, excluded or not
+        self.next: dict[str, int] = dict.fromkeys(POOL, 0)  # the next key, excluded or not
         self.left_out: list[Left] = []
-        self._gone: dict[str, tuple[set[int], set[int]]] = {}  # samples and keys by source, from `left_out`
+        self._gone: dict[str, tuple[set[int], set[int]]] = {}  # excluded samples and keys by source, from `left_out`
         self.parts = settings.parts()
         self.consumed: list[Sample] = []
         self._shares: dict[str, float] = {}
         self._counts: dict[str, int] = {}
 
     def copy(self) -> Recount:
-        """An independent copy; the streams, which never change, are shared."""
+        """Return an independent copy. It shares the streams, which never change."""
         return copy.deepcopy(self, {id(self.streams): self.streams})
 
     def next_key(self, name: str) -> int:
@@ -150,7 +150,7 @@ class Recount:
         return key
 
     def sources(self) -> list[str]:
-        """Those that are drawn at this position: a weight, and a sample left below the cap."""
+        """Return the sources that can be drawn now: with a weight, and with a sample left below the cap."""
         part = part_at(self.parts, self.position)
         drawn = []
         for name, weight in sorted(part.weights.items()):
@@ -182,7 +182,7 @@ class Recount:
         self.position += 1
 
     def exclude(self, texts: list[str], before: ElasticSampler, planned: bool = True) -> None:
-        """One change: samples from here on, or what stands at positions in the order `before` the change."""
+        """Exclude samples from here on, or those at positions in the order `before` the change."""
         made: list[Left] = []
         for text in texts:
             name, _, bounds = text.rpartition(":")
@@ -202,7 +202,7 @@ class Recount:
         self._gone.clear()
 
     def _fill(self, made: list[Left]) -> None:
-        """What lies between excluded keys was excluded already, and stays out: in a range, and where two touch."""
+        """Add the keys between excluded keys, which stay excluded: in a range, and where two ranges touch."""
         end: float = -math.inf
         firsts: dict[str, int] = {}  # by source, of the ranges that touch so far
         for left in sorted((left for left in made if left.keys), key=lambda left: _bounds(left.text)[1:]):
@@ -225,7 +225,7 @@ class Recount:
             self.parts = [one for one in self.parts if one[0] != self.position] + [(self.position, changed)]
 
     def resume(self, settings: Settings) -> None:
-        """Continue under other settings: what they change holds from here on, what was planned and is not, is gone."""
+        """Continue under other settings, from here on. Drop what was planned and is not planned any more."""
         before, now = part_at(self.settings.parts(), self.position), part_at(settings.parts(), self.position)
         if settings.parts() != self.settings.parts():
             if before == now:
@@ -237,7 +237,7 @@ class Recount:
 
 
 class Indices(Dataset[Any]):
-    """A dataset whose samples are their own indices, batched by itself."""
+    """A dataset that batches its samples, which are their indices."""
 
     collated = True
     prefetch = "thread"
@@ -256,7 +256,7 @@ class Indices(Dataset[Any]):
 
 
 class Attempt:
-    """One attempt at the run: all of its ranks in this process."""
+    """One attempt at the run, with all of its ranks in this process."""
 
     def __init__(self, story: History, kind: str, world: int, batch: int, saved: Any) -> None:
         settings = story.recount.settings
@@ -302,7 +302,7 @@ class Attempt:
             yield batch
 
     def micro_batch(self, position: int) -> list[Sample]:
-        """What all ranks consume next, in the order of the positions."""
+        """Return the next micro-batches of all ranks, in the order of the positions."""
         parts = [next(stream, []) for stream in self._streams]
         assert len({len(part) for part in parts}) == 1, f"the ranks get {[len(part) for part in parts]} samples"
         self.ended = self.ended or len(parts[0]) < self.batch
@@ -318,7 +318,7 @@ class Attempt:
         return self._names[source], index - int(self._bounds[source - 1] if source else 0)
 
     def save(self) -> dict[str, Any]:
-        """The states, as JSON restores them."""
+        """Return the states as JSON restores them."""
         data: Any
         if self.loaders:
             data = self.loaders[0].aggregate_state_dict([loader.state_dict() for loader in self.loaders])
@@ -337,7 +337,7 @@ class History:
         seed: determines everything.
 
     Attributes:
-        story: what happened, one line each.
+        story: events, one line each.
     """
 
     def __init__(self, seed: int) -> None:
@@ -360,10 +360,10 @@ class History:
         )
 
     def run(self, actions: int) -> None:
-        """Act at random, and check every sample.
+        """Take random actions and check every sample.
 
         Raises:
-            AssertionError: something was lost, repeated, or came where it must not.
+            AssertionError: a sample was lost, repeated, or at a wrong position.
         """
         for _ in range(actions):
             if len(self.recount.consumed) > _LONGEST:
@@ -387,7 +387,7 @@ class History:
         return self._possible(settings) or replace(settings, caps={}, exclude=[])
 
     def _possible(self, settings: Settings, state: Any = None) -> Settings | None:
-        """The settings, unless nothing would ever be drawn with them, after a resume from `state`."""
+        """Return the settings, or None if a resume from `state` could never draw anything."""
         try:
             sampler = self.sampler(settings)
             if state is not None:
@@ -404,7 +404,7 @@ class History:
         return weights
 
     def _texts(self, settings: Settings, position: int, others: list[Left]) -> list[str]:
-        """A few exclusions that leave every source something."""
+        """Return a few exclusions that leave every source something."""
         texts = []
         taken = {name: set().union(*(left.samples.get(name, ()) for left in others)) for name in POOL}
         for _ in range(self.random.randint(1, 3)):
@@ -444,7 +444,7 @@ class History:
                 return
 
     def _check_end(self) -> None:
-        """Fewer samples are left than one for each rank."""
+        """Check that fewer samples are left than there are ranks."""
         self._say("the order has ended")
         rest, attempt = self.recount.copy(), self.attempt
         left = 0
@@ -527,7 +527,7 @@ class History:
         self.attempt = self._begin(saved)
 
     def _is_free(self, text: str) -> bool:
-        """Whether no other exclusion has one of the same samples or positions, or a neighbor of them."""
+        """Return whether no other exclusion has one of the same samples or positions, or a neighbor."""
         return self._is_new(text, but=text)
 
     def _is_new(self, text: str, but: str = "") -> bool:
@@ -552,7 +552,7 @@ class History:
         settings.segments = kept + [(start, self._weights(list(settings.sizes)), 1.0) for start in starts]
 
     def _resource(self, settings: Settings, position: int) -> None:
-        """A source is removed, or added, or returns."""
+        """Remove, add or restore a source."""
         names = list(settings.sizes)
         others = [name for name in POOL if name not in names]
         if len(names) > 1 and (not others or self.random.random() < 0.5):
@@ -565,7 +565,7 @@ class History:
         settings.segments = []
 
     def _check_whole(self) -> None:
-        """The digest is that of the same samples, consumed by one rank at once."""
+        """Check that the digest equals that of one rank that consumed the same samples."""
         names = list(POOL)
         offsets = dict(zip(names, np.cumsum([0, *POOL.values()]).tolist(), strict=False))
         whole = DataLedger(names, list(POOL.values()))
@@ -587,7 +587,7 @@ def _bounds(text: str) -> tuple[str, int, int]:
 
 
 def check_history(seed: int, actions: int = 14) -> int:
-    """Run one history; returns the number of samples that its final run has consumed.
+    """Run one history. Return the number of samples that its final run has consumed.
 
     Raises:
         AssertionError: with the story of the history.

@@ -1,4 +1,4 @@
-"""Callbacks that a user might write, well and badly."""
+"""Callbacks that a user might write, correct and incorrect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 class Drawing:
-    """Draws from every generator, seeds them, runs the model, keeps a state, and logs at each moment."""
+    """A callback that draws from every generator, seeds them, runs the model, keeps a state and logs at each moment."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -64,7 +64,7 @@ class Drawing:
 
 
 class RaisesAt:
-    """Raises after one step."""
+    """A callback that raises after one step."""
 
     def __init__(self, step: int, moment: str = "on_step_end", rank: int | None = None) -> None:
         self.step, self.rank = step, rank
@@ -78,7 +78,7 @@ class RaisesAt:
 
 
 class Logs:
-    """Logs one thing after the first step."""
+    """A callback that logs one value after the first step."""
 
     def __init__(self, name: Any = "x", value: Any = 1.0, how: str = "log") -> None:
         self.name, self.value, self.how = name, value, how
@@ -89,7 +89,7 @@ class Logs:
 
 
 class Keeps:
-    """Has a state of numpy's."""
+    """A callback with a numpy state."""
 
     def on_step_end(self, context: Any) -> None: ...
 
@@ -107,7 +107,7 @@ class Half:
 
 
 class Nothing:
-    """No callback."""
+    """A class that is not a callback."""
 
 
 class Misspelt:
@@ -130,7 +130,7 @@ class Unmade:
 
 
 class Stops:
-    """Ends the run at a step, from one of its methods."""
+    """A callback that ends the run at a step, from one of its methods."""
 
     def __init__(self, step: int, method: str = "on_step_end", signaled: str = "") -> None:
         self.step, self.method, self.signaled = step, method, signaled
@@ -138,7 +138,7 @@ class Stops:
     def _at(self, method: str, context: Any) -> None:
         if method == self.method and context.step >= self.step:
             context.stop("this is enough")
-            if self.signaled and not os.path.exists(self.signaled):  # and a signal comes at that moment, once
+            if self.signaled and not os.path.exists(self.signaled):  # a signal arrives at that moment, once
                 open(self.signaled, "w").close()
                 os.kill(os.getpid(), signal.SIGTERM)
 

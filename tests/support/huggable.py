@@ -1,4 +1,4 @@
-"""A task for language models of Hugging Face."""
+"""A task for Hugging Face language models."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from torch.nn.functional import cross_entropy
 
 
 def next_token(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The cross entropy of each sample (B,)."""
+    """Return the cross entropy of each sample (B,)."""
     logits = model(input_ids=batch["input_ids"]).logits
     return cross_entropy(logits.mT, batch["labels"], reduction="none").mean(dim=1)

@@ -1,4 +1,4 @@
-"""Each test starts in an empty directory of its own, and the suite fails unless the clone is as it was before."""
+"""Run each test in an empty directory, and fail the suite if a test changes the clone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CACHES = {".git", ".venv", "__pycache__", "build", "dist"}  # and what ends as these do
+CACHES = {".git", ".venv", "__pycache__", "build", "dist"}  # and names with these endings
 SUFFIXES = ("_cache", ".egg-info", ".hypothesis")
 
 # Children import the code of this clone, from whatever directory they start.
@@ -20,14 +20,14 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 
 
 class _Directories:
-    """Empty directories below one that is removed at the end of the session."""
+    """Empty directories below a directory that is removed at the end of the session."""
 
     def __init__(self) -> None:
         self._root: Path | None = None
         self._made = 0
 
     def empty(self) -> Path:
-        """The last one again, unless a test left something in it."""
+        """Return an empty directory: the last one, unless a test left something in it."""
         self._root = self._root or Path(tempfile.mkdtemp(prefix="runner-tests-"))
         path = self._root / str(self._made)
         if path.exists() and any(path.iterdir()):
@@ -42,12 +42,12 @@ class _Directories:
 
 
 def _files() -> dict[str, int]:
-    """The files and directories of the clone, without caches; of runs also when they changed."""
+    """Return the files and directories of the clone without caches, with modification times for runs."""
     found = {}
     for folder, names, files in os.walk(ROOT):
         names[:] = [name for name in names if name not in CACHES and not name.endswith(SUFFIXES)]
         inside = Path(folder).relative_to(ROOT)
-        run = "outputs" in inside.parts  # a developer may edit the others while tests run
+        run = "outputs" in inside.parts  # elsewhere a developer may edit files while tests run
         for name in (*names, *files):
             with suppress(FileNotFoundError):
                 found[str(inside / name)] = os.lstat(os.path.join(folder, name)).st_mtime_ns if run else 0
@@ -66,7 +66,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Run the test, and the fixtures that are made or torn down for it, in an empty directory."""
+    """Run the test and its fixtures in an empty directory."""
     before = os.getcwd()
     os.chdir(item.config.stash[DIRECTORIES].empty())
     try:
@@ -81,7 +81,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     stash = session.config.stash
     stash[DIRECTORIES].remove()
     if hasattr(session.config, "workerinput"):
-        return  # the process that started the workers sees what they left
+        return  # the process that started the workers checks what they left
     before, after = stash[BEFORE], _files()
     stash[CHANGED] = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     if stash[CHANGED] and session.exitstatus == pytest.ExitCode.OK:

@@ -1,4 +1,4 @@
-"""Datasets and samplers of every kind that the loader has to resume."""
+"""Datasets and samplers of every kind that the loader must resume."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from exactdata import sample_rng, shard
 
 
 def identity(batch: Any) -> Any:
-    """A collate function that changes nothing."""
+    """Return the batch unchanged."""
     return batch
 
 
 class Squares(Dataset[Any]):
-    """Map-style, fetched one by one; a sample has tensors, numbers and text."""
+    """A map-style dataset without `__getitems__`. A sample has tensors, numbers and text."""
 
     def __init__(self, size: int = 23) -> None:
         self.size = size
@@ -34,7 +34,7 @@ class Squares(Dataset[Any]):
 
 
 class Listed(Squares):
-    """Map-style, with `__getitems__`."""
+    """A map-style dataset with `__getitems__`."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         assert type(indices) is list
@@ -42,7 +42,7 @@ class Listed(Squares):
 
 
 class Gathered(Dataset[Any]):
-    """Map-style, with `__getitems__` that returns a finished batch."""
+    """A map-style dataset whose `__getitems__` returns a finished batch."""
 
     collated = True
     prefetch = "thread"
@@ -61,7 +61,7 @@ class Gathered(Dataset[Any]):
 
 
 class Augmented(Dataset[Any]):
-    """Map-style, with randomness in every sample."""
+    """A map-style dataset with randomness in every sample."""
 
     def __init__(self, size: int = 23) -> None:
         self.size = size
@@ -74,7 +74,7 @@ class Augmented(Dataset[Any]):
 
 
 class Noisy(Dataset[Any]):
-    """Map-style, drawing from torch's global generator, which it saves as its state."""
+    """A map-style dataset that draws from torch's global generator, which is its state."""
 
     def __init__(self, size: int = 23) -> None:
         self.size = size
@@ -93,7 +93,7 @@ class Noisy(Dataset[Any]):
 
 
 def worker_part(sizes: Sequence[int]) -> tuple[int, int]:
-    """(start, size) of this worker's part; the main process reads everything."""
+    """Return (start, size) of this worker's part. The main process reads everything."""
     info = get_worker_info()
     if info is None:
         return 0, sum(sizes)
@@ -125,7 +125,7 @@ class Cursor:
 
 
 class WithCursor(IterableDataset[int]):
-    """Iterable-style; the iterator has the state."""
+    """An iterable-style dataset whose iterator has the state."""
 
     def __init__(self, sizes: Sequence[int], random: bool = False) -> None:
         self.sizes, self.random = sizes, random
@@ -135,14 +135,14 @@ class WithCursor(IterableDataset[int]):
 
 
 class OwnIterator(Cursor, IterableDataset[int]):
-    """Iterable-style; it is its own iterator, for one epoch only."""
+    """An iterable-style dataset that is its iterator, for one epoch only."""
 
     def __init__(self, size: int, random: bool = False) -> None:
         super().__init__(0, size, random)
 
 
 class Restarting(Cursor, IterableDataset[int]):
-    """Iterable-style; it is its own iterator, and `__iter__` goes back to the start."""
+    """An iterable-style dataset that is its iterator. `__iter__` goes back to the start."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = sizes
@@ -154,7 +154,7 @@ class Restarting(Cursor, IterableDataset[int]):
 
 
 class Generated(IterableDataset[Any]):
-    """Iterable-style, a generator function; the dataset has the state and counts its epochs.
+    """An iterable-style dataset with a generator function. The dataset has the state and counts its epochs.
 
     At the end of an epoch it goes back to the start, or, with `stays`, keeps the end as its position.
     """
@@ -182,7 +182,7 @@ class Generated(IterableDataset[Any]):
 
 
 class Stateless(IterableDataset[int]):
-    """Iterable-style, without any state."""
+    """An iterable-style dataset without a state."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = sizes
@@ -193,7 +193,7 @@ class Stateless(IterableDataset[int]):
 
 
 class Blocks(IterableDataset[int]):
-    """Iterable-style, split over any number of shards, among which it can redistribute its states.
+    """An iterable-style dataset for any number of shards, among which it can redistribute its states.
 
     Shard `s` of `n` reads every n-th item that remains. A state lists what remained when it was last distributed,
     and this shard's index in its part.
@@ -228,7 +228,7 @@ class Blocks(IterableDataset[int]):
 
 
 class CursorSampler(Sampler[int]):
-    """The iterator has the state."""
+    """A sampler whose iterator has the state."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -241,7 +241,7 @@ class CursorSampler(Sampler[int]):
 
 
 class EpochSampler(Sampler[int]):
-    """A generator function; the sampler has the state, and a different order in each epoch."""
+    """A sampler with a generator function. The sampler has the state, and a different order in each epoch."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -265,7 +265,7 @@ class EpochSampler(Sampler[int]):
 
 
 class GlobalSampler(Sampler[int]):
-    """Draws its order from torch's global generator and has no state."""
+    """A stateless sampler that draws its order from torch's global generator."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -278,16 +278,19 @@ class GlobalSampler(Sampler[int]):
 
 
 def has_ended(loader: Any) -> bool:
-    """Whether the sampler of a loader that was iterated has nothing left, in this epoch or another."""
+    """Return whether the sampler of an iterated loader has nothing left, in this epoch or another."""
     if loader.epoch == 0 or loader.batches_yielded or not hasattr(loader.sampler, "samples_left_after"):
         return False
-    with suppress(TypeError):  # an endless one
+    with suppress(TypeError):  # an endless sampler has no length
         return bool(loader.sampler.samples_left_after(0) == 0)
     return False
 
 
 def take_batches(loader: Any, count: int) -> list[Any]:
-    """The next `count` batches, over as many epochs as needed; fewer if an epoch is empty or the sampler has ended."""
+    """Return the next `count` batches, over as many epochs as needed.
+
+    The result is shorter if an epoch is empty or the sampler has ended.
+    """
     found: list[Any] = []
     while len(found) < count and not has_ended(loader):
         before = len(found)

@@ -1,4 +1,4 @@
-"""A seed that is new in each commit: what failed with it is played again by running the tests again."""
+"""Derive a seed from the commit, so that a rerun of the tests repeats a failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runs import ROOT
 
 @cache
 def new_seed() -> int:
-    """A seed that follows from the commit, below 2**32; a random one where there is none."""
+    """Return a seed below 2**32 that follows from the commit, or a random one outside of git."""
     try:
         words = ["git", "rev-parse", "HEAD"]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)

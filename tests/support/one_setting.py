@@ -1,4 +1,4 @@
-"""One base run against runs of one other setting each, drawn from the schema: the same directory, the same beginning.
+"""Compare one base run with runs that differ in one setting from the schema: in run directory and first records.
 
 Outside the suite, since 500 settings take a quarter of an hour:
 
@@ -44,7 +44,7 @@ FURTHER = [
 
 
 def settings(rng: random.Random) -> Iterator[str]:
-    """Overrides of one setting each, without end: each key of the schema, with values of its type, allowed or not."""
+    """Yield overrides of one setting each, without end: a key of the schema with a value of its type, valid or not."""
     from runner.config.composition import compose
     from runner.config.identity import flatten
 
@@ -58,7 +58,7 @@ def settings(rng: random.Random) -> Iterator[str]:
 
 
 def values(value: Any, key: str, rng: random.Random) -> list[Any]:
-    """Other values of a setting."""
+    """Return other values of a setting."""
     if isinstance(value, bool):
         return [str(not value).lower()]
     if isinstance(value, int):
@@ -75,7 +75,7 @@ def values(value: Any, key: str, rng: random.Random) -> list[Any]:
 
 
 def metrics(where: Path, *words: str) -> tuple[str, list[str]] | str:
-    """The name of a run's directory and its records, or why there are none."""
+    """Return the name of a run's directory and its records, or the reason why there are none."""
     where.mkdir()
     outcome = fork_run([*BASE, *words], where)
     if outcome.status:
@@ -85,12 +85,12 @@ def metrics(where: Path, *words: str) -> tuple[str, list[str]] | str:
 
 
 def without_evaluations(lines: list[str]) -> list[str]:
-    """The records of steps: evaluations depend on their own settings, too."""
+    """Return the records of steps. Evaluations depend on their own settings, too."""
     return [line for line in lines if '"eval_' not in line]
 
 
 def compared(base: tuple[str, list[str]], other: tuple[str, list[str]], setting: str) -> str:
-    """Say how a run with one other setting compares with the base."""
+    """Describe how a run with one other setting compares with the base."""
     lines, others = base[1], other[1]
     if base[0].rpartition("-")[2] != other[0].rpartition("-")[2]:
         return "another run, other records" if lines != others else "another run, the same records"
@@ -101,7 +101,7 @@ def compared(base: tuple[str, list[str]], other: tuple[str, list[str]], setting:
 
 
 def main() -> int:
-    """Run the comparison; 1 if it found something."""
+    """Run the comparison and return 1 if it found a problem."""
     made = argparse.ArgumentParser(description=__doc__)
     made.add_argument("--count", type=int, default=500)
     made.add_argument("--seed", type=int, default=0)

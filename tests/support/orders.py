@@ -1,4 +1,4 @@
-"""Samplers of a user, who knows torch's contract and nothing else."""
+"""Samplers of a user who knows torch's contract and nothing of the runner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 
 class Shuffled:
-    """Knows neither ranks nor sources; draws from a generator seeded with the epoch."""
+    """A sampler without ranks and sources that draws from a generator seeded with the epoch."""
 
     def __init__(self, data: Any, salt: int = 0) -> None:
         self.data, self.salt, self.epoch = data, salt, 0
@@ -27,7 +27,7 @@ class Shuffled:
 
 
 class Drawing(Shuffled):
-    """Draws from Python's and numpy's global generators while it is iterated."""
+    """A sampler that draws from Python's and numpy's global generators while iterating."""
 
     def __iter__(self) -> Iterator[int]:
         order = np.random.permutation(len(self.data)).tolist()
@@ -36,7 +36,7 @@ class Drawing(Shuffled):
 
 
 class Blocks(Sampler[int]):
-    """Knows ranks and sources: alternates between the sources."""
+    """A sampler that knows ranks and alternates between the sources."""
 
     def __init__(self, data: Any, num_replicas: int, rank: int, sources: dict[str, int], seed: int) -> None:
         sizes = list(sources.values())
@@ -56,7 +56,7 @@ class Blocks(Sampler[int]):
 
 
 class Curriculum(Shuffled):
-    """Has a state: it draws easy samples for some time, and remembers where it is."""
+    """A stateful sampler that draws easy samples first."""
 
     def __init__(self, data: Any, salt: int = 0) -> None:
         super().__init__(data, salt)
@@ -104,13 +104,13 @@ class Endless:
 
 
 class Forgetful(Shuffled):
-    """Shuffles alike in every epoch."""
+    """A sampler with the same order in every epoch."""
 
     set_epoch = None  # type: ignore[assignment]
 
 
 class Short(Shuffled):
-    """Its length is not that of an epoch."""
+    """A sampler whose length is not that of an epoch."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(len(self.data) - 1))

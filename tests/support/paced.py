@@ -1,4 +1,4 @@
-"""The default loss, slowed down as a test wants it, so that a run is still alive when the test disturbs it.
+"""Slow down the default loss, so that a run is still alive when a test disturbs it.
 
 It returns bit-identical values, so a run at any pace can be compared with one at full speed. Environment variables,
 read at every call, because an attempt may be forked from a process that has made one already:
@@ -32,13 +32,13 @@ from runner.system import files
 from runner.system.signals import STOP
 
 HELD_S = 3.0
-"""Well within the grace period of a preemption, and long compared with what a test does between two steps."""
+"""Well within the grace period of a preemption, and long compared with a test's work between two steps."""
 
 _calls = {"training": itertools.count(1), "evaluation": itertools.count(1)}
 
 
 def loss(model: nn.Module, batch: Mapping[str, torch.Tensor], fail_at: int = 0) -> Any:
-    """`next_token_loss`, with the pauses and failures that the environment asks for (see the module)."""
+    """Return `next_token_loss`, with the pauses and failures that the environment asks for (see the module)."""
     call = pause(model)
     if fail_at and model.training and call >= fail_at:
         _fail()
@@ -46,7 +46,7 @@ def loss(model: nn.Module, batch: Mapping[str, torch.Tensor], fail_at: int = 0) 
 
 
 def pause(model: nn.Module) -> int:
-    """Only the pauses, for a task of its own; which call it is."""
+    """Pause without computing a loss, for a custom task. Return the number of the call."""
     where = "training" if model.training else "evaluation"
     call = next(_calls[where])
     time.sleep(_slow_down_s(where))

@@ -1,4 +1,4 @@
-"""A source whose samples are rows of whole documents, and so hold different numbers of tokens."""
+"""A source whose samples are rows of whole documents, with different numbers of tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from exactdata.order.arrays import I64
 
 
 class Plan:
-    """Which documents are in which row: one long document over rows 0 and 1, then each row of its own documents.
+    """A plan with one long document in rows 0 and 1, then several documents in each row.
 
     It stands for `exactdata.documents.packed.PackedRows`.
     """
@@ -63,7 +63,7 @@ class Plan:
         return rows
 
     def where(self, documents: I64) -> list[tuple[str, int]]:
-        """Ten documents in each file, in every other line."""
+        """Return locations of ten documents in each file, in every other line."""
         return [(f"part-{document // 10}.jsonl", 2 * (document % 10) + 1) for document in documents.tolist()]
 
     def find(self, file: str, line: int) -> int:
@@ -74,7 +74,7 @@ class Plan:
 
 
 class Rows(Dataset[Any]):
-    """Token t of a document has the id t + 1."""
+    """Rows of documents, in which token t of a document has the id t + 1."""
 
     collated = True
     tokens_per_sample = None

@@ -1,4 +1,4 @@
-"""A user's sources of samples of different lengths, random ones, and the collate function that pads them."""
+"""A user's sources with samples of different and random lengths, and a collate function that pads them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 
 class Sentences(Dataset[dict[str, torch.Tensor]]):
-    """Samples of up to `longest` tokens, cut at a random place."""
+    """Samples of up to `longest` tokens, truncated at a random place."""
 
     def __init__(self, size: int, longest: int) -> None:
         self.size, self.longest = size, longest
@@ -25,7 +25,7 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
 
 
 def pad(samples: list[dict[str, torch.Tensor]], to: int | None = None) -> dict[str, torch.Tensor]:
-    """Batches for the default loss, padded with labels that do not count."""
+    """Return batches for the default loss, padded with ignored labels."""
     tokens = [sample["tokens"][:to] for sample in samples]
     return {
         "input_ids": pad_sequence([part[:-1] for part in tokens], batch_first=True),
@@ -34,7 +34,7 @@ def pad(samples: list[dict[str, torch.Tensor]], to: int | None = None) -> dict[s
 
 
 class Padding:
-    """The same as a class."""
+    """The same padding as a class."""
 
     def __init__(self, to: int | None = None) -> None:
         self.to = to

@@ -1,4 +1,4 @@
-"""Print how far the tests are, and at the end what they have shown, in place of lines of dots."""
+"""Print the progress of the tests instead of lines of dots, and the promises that they have shown at the end."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from durations import Durations
 
 EVERY_S = 20.0
-"""Seconds between two lines of progress where the output is no terminal."""
+"""Seconds between two lines of progress where the output is not a terminal."""
 
 
 class Progress:
-    """Reports progress from the process that the user started, once it knows which tests there are."""
+    """Report progress from the process that the user started, once the tests are collected."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -45,10 +45,10 @@ class Progress:
 
     def _begin(self, ids: list[str]) -> None:
         if self._count:
-            return  # another worker has told
+            return  # another worker has reported it
         self._count, self._begun = len(ids), time.monotonic()
         self._whole_s = sum(map(self._durations.of, ids))
-        if self._config.getoption("numprocesses", None):  # no thread beside tests, some of which fork
+        if self._config.getoption("numprocesses", None):  # no extra thread, because some tests fork
             threading.Thread(target=self._report, daemon=True).start()
         estimate = _minutes(self._whole_s / self._workers)
         self._print(f"{self._count:,} tests in {self._workers} processes, about {estimate} on two quiet cores")
@@ -70,7 +70,7 @@ class Progress:
             self._end(report)
 
     def _end(self, report: pytest.TestReport) -> None:
-        """Count a test that is over."""
+        """Count a finished test."""
         told: dict[str, Any] = dict(report.user_properties)
         self._done += 1
         self._done_s += self._durations.of(report.nodeid)
@@ -80,7 +80,7 @@ class Progress:
         self._print_if_due()
 
     def _report(self) -> None:
-        """Print the state now and then, also while tests take long."""
+        """Print the state at intervals, also while a test takes long."""
         while not self._over.wait(0.5):
             self._print_if_due()
 
@@ -91,7 +91,7 @@ class Progress:
     def _state(self) -> str:
         spent = time.monotonic() - self._begun
         left = (self._whole_s - self._done_s) / self._workers
-        if self._done_s > self._whole_s / 10:  # what was recorded elsewhere, corrected by how fast this machine is
+        if self._done_s > self._whole_s / 10:  # correct the recorded durations by the speed of this machine
             left *= spent * self._workers / self._done_s
         failed = f", {self._failed} failed" if self._failed else ""
         share = 100 * self._done_s / max(self._whole_s, 1e-9)
@@ -124,7 +124,7 @@ class Progress:
         self._summary(terminalreporter)
 
     def _summary(self, terminalreporter: Any) -> None:
-        """What was shown: each promise, and the fast tests as one line."""
+        """Print each promise, and the fast tests as one line."""
         fast = [(name, cpu) for name, _, cpu, fast in self._measured if fast]
         terminalreporter.section("what was shown")
         for outcome, promise, wall in sorted(self._shown, key=lambda each: each[1]):

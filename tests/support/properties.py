@@ -1,4 +1,4 @@
-"""Properties that `make fast` checks with a few random examples, and `make test-all` with many."""
+"""Check properties with a few random examples in `make fast`, and with many in `make test-all`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Test = Callable[..., None]
 def given_in_tiers(
     *drawn: SearchStrategy[Any], few: int, many: int, **named: SearchStrategy[Any]
 ) -> Callable[[Test], Test]:
-    """Replace Hypothesis's `given`: the test is parametrized with `few` examples, and with `many`, marked slow."""
+    """Replace Hypothesis's `given`: parametrize the test with `few` examples, and with `many` marked slow."""
 
     def decorate(test: Test) -> Test:
         checks = {count: settings(max_examples=count)(given(*drawn, **named)(test)) for count in (few, many)}

@@ -1,4 +1,4 @@
-"""Random valid configs, and a run of each: killed twice and resumed, and once undisturbed, compared bit for bit.
+"""Train random valid configs, undisturbed and with two kills, and compare the results bit for bit.
 
 Attempts are forked from this process, which has imported torch already, so that a run takes a second. As a script:
 
@@ -28,7 +28,7 @@ SOURCES = ("code", "encodings", "prose")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a forked command ended."""
+    """The status and output of a forked command."""
 
     status: int
     output: str
@@ -40,7 +40,7 @@ def fork_run(arguments: list[str], where: Path, kill_after_calls: int | None = N
     Args:
         arguments: as on the command line.
         where: the current directory of the command.
-        kill_after_calls: SIGKILL to itself at this call that changes a file, counted from 1.
+        kill_after_calls: the command sends itself SIGKILL at this file-changing call, counted from 1.
     """
     log = where / "output.txt"
     child = os.fork()
@@ -51,7 +51,7 @@ def fork_run(arguments: list[str], where: Path, kill_after_calls: int | None = N
             from runner.__main__ import run
 
             status = run(arguments)
-        except BaseException:  # noqa: BLE001 the traceback is what the test looks for
+        except BaseException:  # noqa: BLE001 tests look for the traceback
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -74,7 +74,7 @@ def _in_child(arguments: list[str], where: Path, log: Path, kill_after_calls: in
 
 
 def _kill_after(calls: int) -> None:
-    """Replace the functions that change files by ones that count, and end this process by SIGKILL at the last."""
+    """Count the calls that change files, and end this process by SIGKILL at the last."""
     from runner.system import files
 
     left = [calls]
@@ -93,14 +93,14 @@ def _kill_after(calls: int) -> None:
 
 
 def preload() -> None:
-    """Import what every attempt needs, so that a fork has it already."""
+    """Import what every attempt needs, so that forks have it already."""
     for module in (
         "runner.config.composition",
         "runner.cli.start.start",
         "runner.cli.runs.checkpoints",
         "runner.training.session",
         "torch.distributed.checkpoint",
-        "torch._inductor",  # torch imports it for train.deterministic, which takes seconds
+        "torch._inductor",  # train.deterministic makes torch import it, which takes seconds
     ):
         import_module(module)
     import torch
@@ -109,7 +109,7 @@ def preload() -> None:
 
 
 def random_overrides(rng: random.Random) -> list[str]:
-    """The overrides of a small run of `STEPS` steps, valid by what the documentation says."""
+    """Return the overrides of a small run of `STEPS` steps that is valid according to the documentation."""
     sampler = rng.choice(("distributed", "mixture", "elastic"))
     single = sampler == "distributed" or rng.random() < 0.3
     names = SOURCES[:1] if single else SOURCES
@@ -214,10 +214,10 @@ def _directory() -> Iterator[Path]:
 
 
 def check_config(overrides: list[str], rng: random.Random) -> None:
-    """Train undisturbed, then killed twice and resumed; the metrics and the last checkpoint must be equal.
+    """Train undisturbed, then with two kills. Compare the metrics and the last checkpoint.
 
     Raises:
-        AssertionError: with the command, and what it printed.
+        AssertionError: they differ. The message has the command and its output.
     """
     with _directory() as where:
         for name in ("whole", "killed"):
@@ -249,7 +249,7 @@ def _story(overrides: list[str], outcome: Outcome) -> str:
 
 
 def main() -> int:
-    """Check `--count` configs; the exit status is 1 if one failed."""
+    """Check `--count` configs. The exit status is 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Several ranks, each of which is a process: a function, or a run."""
+"""Run functions or runs on several ranks, each a process."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from runs import Run
 from torch.multiprocessing.spawn import start_processes
 
 HANGS_S = 400.0
-"""Ranks that take longer print what their threads are doing, before the test is ended as one that hangs."""
+"""Ranks that take longer print their threads' stacks before the test ends them as hanging."""
 
 
 PRELOADED = ["torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torchmetrics"]
 
 
 def on_ranks(function: Callable[..., None], ranks: int, *args: Any) -> None:
-    """Run `function(rank, *args)` in one process per rank, forked from one that has imported torch."""
+    """Run `function(rank, *args)` in one process per rank, forked from a process that has imported torch."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     start_processes(_rank, (function, args), nprocs=ranks, start_method="forkserver")  # type: ignore[no-untyped-call]
 
 
 def exit_codes(function: Callable[..., None], ranks: int, *args: Any) -> list[int | None]:
-    """The same where ranks may fail, which ends no other; how each has ended."""
+    """Run `function` on ranks that may fail without ending the others. Return the exit codes."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     context = multiprocessing.get_context("forkserver")
     processes = [context.Process(target=_rank, args=(rank, function, args)) for rank in range(ranks)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join()  # `_rank` ends it if it hangs
+        process.join()  # `_rank` ends a rank that hangs
     return [process.exitcode for process in processes]
 
 
@@ -44,7 +44,7 @@ def _rank(rank: int, function: Callable[..., None], args: tuple[Any, ...]) -> No
 
 
 def start_ranks(run: Run, ranks: int, **env: str) -> list[zygote.Forked]:
-    """The processes of `ranks` ranks, without torchrun, so that each has its own status and output."""
+    """Start the processes of `ranks` ranks without torchrun, so that each has a separate status and output."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -1,4 +1,4 @@
-"""A recorder of metrics on its own, for a run of ten steps, and loggers."""
+"""A recorder of metrics for a run of ten steps, and loggers to test it with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runner.training.records.resources import StepMeter
 
 
 class Bar(ProgressBar):
-    """Keeps what was said, and shows nothing."""
+    """A progress bar that keeps its messages and shows nothing."""
 
     def __init__(self) -> None:
         super().__init__(10)
@@ -31,14 +31,14 @@ class Bar(ProgressBar):
 
 
 def recorder_of(run: RunDir, *writers: Writer) -> RunRecorder:
-    """A recorder of the run's first attempt, with these writers besides its own records."""
+    """Return the recorder of the run's first attempt, with these writers in addition to the run's records."""
     log = AttemptLog.begin(run, {}, 10, lambda record: "killed")
     metrics, timings = resume_jsonl(run.metrics, 0), resume_jsonl(run.timings, 0)
     return RunRecorder(metrics, timings, list(writers), Bar(), log, StepMeter(torch.device("cpu")), lambda: None)
 
 
 class Plain:
-    """A logger that keeps nothing, and does not ask what run this is."""
+    """A logger that keeps nothing and does not ask for the run's metadata."""
 
     def __init__(self, run: RunDir, step: int, warn: Callable[[str], None]) -> None:
         self.run = run
@@ -53,14 +53,14 @@ class Plain:
 
 
 class Informed(Plain):
-    """One that shows what run this is, in a file beside the run directory."""
+    """A logger that writes the run's metadata to a file next to the run directory."""
 
     def about(self, lineage: Lineage) -> None:
         self.run.path.with_suffix(".about").write_text(f"attempt {lineage.attempt}")
 
 
 class Clip:
-    """Changes weights, and does not say so."""
+    """A callback that changes weights without declaring it."""
 
     def on_step_end(self, context: Any) -> None:
         for parameter in context.model.parameters():
@@ -68,13 +68,13 @@ class Clip:
 
 
 class Look:
-    """Only looks."""
+    """A callback that only reads."""
 
     def on_step_end(self, context: Any) -> None:
         assert context.step > 0
 
 
 class DeclaredClip(Clip):
-    """Changes weights, and says so."""
+    """A callback that changes weights and declares it."""
 
     changes_training = True

@@ -1,4 +1,4 @@
-"""Runs that nothing disturbs, to compare with: each is made once per session, and only if a test asks for it."""
+"""Undisturbed runs for comparison. Each is trained once per session, if a test asks for it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 from runs import Run
 
 Reference = Callable[..., Run]
-"""`reference(overrides, ranks=1, **environment)`: the run of this config from its beginning to its end."""
+"""`reference(overrides, ranks=1, **environment)`: the complete run of this config."""
 
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """Make uninterrupted runs on demand; nobody changes what it returns."""
+    """Return a function that trains uninterrupted runs on demand. Tests do not change its results."""
     made: dict[object, Run] = {}
 
     def reference(overrides: Sequence[str], ranks: int = 1, **environment: str) -> Run:

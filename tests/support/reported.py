@@ -1,4 +1,4 @@
-"""Run directories as a report reads them, written by hand: a thousand steps take a millisecond."""
+"""Write run directories for reports by hand: a thousand steps take a millisecond."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG: dict[str, Any] = {
 
 
 def with_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with other values by dotted key."""
+    """Return the config with other values by dotted key."""
     config: dict[str, Any] = json.loads(json.dumps(CONFIG))
     for key, value in settings.items():
         node = config
@@ -39,7 +39,7 @@ def write_run(
     seed: int = 1,
     settings: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A run in `path`; `settings`: what its config has besides, by dotted key."""
+    """Write a run to `path`. `settings`: additional values of its config, by dotted key."""
     path.mkdir(parents=True)
     steps = max((record["step"] for record in records if isinstance(record.get("step"), int)), default=0)
     (path / "config.yaml").write_text(
@@ -58,5 +58,5 @@ def write_run(
 
 
 def losses(values: Sequence[float | None], **more: Any) -> list[dict[str, Any]]:
-    """A record per value, with `eval_loss` as well."""
+    """Return a record per value, with `eval_loss` as well."""
     return [{"step": step, "eval_loss": value, **more} for step, value in enumerate(values, start=1)]

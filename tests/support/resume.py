@@ -1,4 +1,4 @@
-"""The check that every stateful object resumes exactly."""
+"""Check that a stateful object resumes exactly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class Stateful(Protocol):
-    """An iterable that can save its place."""
+    """An iterable with a saveable position."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any) -> None: ...
@@ -30,15 +30,15 @@ def assert_resumes_exactly(
     save: Callable[[Any, int], Any] = lambda thing, taken: thing.state_dict(),
     load: Callable[[Any, Any], None] = lambda thing, state: thing.load_state_dict(state),
 ) -> list[Any]:
-    """Interrupting at `cuts` yields the same sequence as not interrupting.
+    """Check that interruptions at `cuts` do not change the sequence.
 
-    Each cut is the number of items that one object yields before it is saved and discarded; 0 saves again right after
+    Each cut is the number of items that one object yields before it is saved and discarded. 0 saves again right after
     loading. After the last cut the rest is taken.
 
     Args:
         make: creates a new object, as a restarted program would.
         cuts: items taken from each object but the last.
-        total: how many items are compared; None: everything that `make()` yields, which must be finite.
+        total: how many items are compared; None: all items of `make()`, which must be finite.
         take: (object, count) -> the next `count` items, fewer at the end. It may span several epochs; the default
             iterates once.
         save: (object, items it has yielded) -> state. The state is copied the way a checkpoint stores it (torch.save,
@@ -65,7 +65,7 @@ def assert_resumes_exactly(
 
 
 def through_a_file(state: Any) -> Any:
-    """The state as a checkpoint returns it: loading it must not run code."""
+    """Return the state as a checkpoint restores it. Loading it must not run code."""
     import io
 
     buffer = io.BytesIO()
@@ -75,7 +75,7 @@ def through_a_file(state: Any) -> Any:
 
 
 def assert_same(found: Iterable[Any], expected: Iterable[Any]) -> None:
-    """Equal item by item and bit for bit, including tensors and arrays inside dictionaries and sequences."""
+    """Check that two sequences are equal bit for bit, including tensors and arrays inside dictionaries and sequences."""
     found, expected = list(found), list(expected)
     assert len(found) == len(expected), f"{len(found)} items, expected {len(expected)}"
     for i, (one, other) in enumerate(zip(found, expected, strict=True)):

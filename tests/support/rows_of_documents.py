@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Rows:
-    """Keep the arguments that a config gives."""
+    """A dataset that keeps its arguments."""
 
     def __init__(
         self,

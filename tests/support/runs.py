@@ -1,4 +1,4 @@
-"""Real runs as processes of their own: start, watch, kill, resume, compare bit for bit."""
+"""Start, watch, kill, resume and compare real runs in separate processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 TINY = [
     "experiment=smoke",
-    "scheduler.total_steps=40",  # so that a run may be made longer
+    "scheduler.total_steps=40",  # so that a run can be made longer
     "model.width=16",
     "model.layers=1",
     "run.threads=1",
@@ -34,12 +34,12 @@ TINY = [
     "logger=none",
 ]
 PACED = "train.loss._target_=paced.loss"  # lets a test hold a run or slow it down
-PATIENCE_S = 400.0  # for what normally takes a second or two: a long timeout costs nothing while all is well
+PATIENCE_S = 400.0  # for what normally takes a second or two: a long timeout costs nothing unless a test fails
 
 
 @dataclass
 class Run:
-    """One run directory and the command that works on it."""
+    """A run directory and the command that works on it."""
 
     path: Path
     overrides: list[str]
@@ -48,9 +48,9 @@ class Run:
     ranks: int = 1
 
     def hold(self, steps: int) -> dict[str, str]:
-        """Let every attempt idle after `steps` steps; returns the environment that it needs, with `paced.loss`.
+        """Let every attempt idle after `steps` steps. Return the environment that it needs, with `paced.loss`.
 
-        A run that a test disturbs cannot end before that, however slow or fast the machine is.
+        So a run cannot end before a test disturbs it, on a slow or fast machine.
         """
         self.hold_file.parent.mkdir(parents=True, exist_ok=True)
         self.reached_file.unlink(missing_ok=True)
@@ -58,19 +58,19 @@ class Run:
         return {"HOLD_FILE": str(self.hold_file)}
 
     def hold_at(self, step: int, calls: int = 1, **env: str) -> None:
-        """Let the next attempt idle once the run is at `step`; a step calls the loss `calls` times.
+        """Let the next attempt idle once the run is at `step`. A step calls the loss `calls` times.
 
-        It idles until it is killed, or until it got a signal and is released.
+        The attempt idles until it is killed, or until it got a signal and is released.
         """
         saved = max((int(path.name.removeprefix("step_")) for path in self.checkpoints()), default=0)
         self.env = {**self.env, **self.hold(max(step - saved, 0) * calls), **env}
 
     def release(self) -> None:
-        """Let it continue at full speed."""
+        """Let the attempt continue at full speed."""
         self.hold_file.unlink(missing_ok=True)
 
     def idles(self) -> bool:
-        """Whether the attempt has reached the point where it is held."""
+        """Return whether the attempt idles where it is held."""
         return self.reached_file.exists()
 
     @property
@@ -87,22 +87,22 @@ class Run:
         return self.process
 
     def words(self) -> list[str]:
-        """The arguments of the command."""
+        """Return the arguments of the command."""
         return [*self.overrides, f"run.dir={self.path}"]
 
     @staticmethod
     def environment() -> dict[str, str]:
-        """That of an attempt, which finds the modules of tests/support."""
+        """Return the environment of an attempt, which finds the modules of tests/support."""
         return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
 
     def wait(self, timeout: float = PATIENCE_S) -> tuple[int, str]:
-        """Exit status and output of the attempt, once it has ended."""
+        """Wait until the attempt has ended. Return its exit status and output."""
         assert self.process is not None
         output, _ = self.process.communicate(timeout=timeout)
         return self.process.wait(), output
 
     def finish(self, timeout: float = PATIENCE_S) -> str:
-        """Run the command to its end, which must be a success; its output."""
+        """Run the command to its end, which must be a success. Return its output."""
         self.release()
         self.start()
         status, output = self.wait(timeout)
@@ -110,7 +110,7 @@ class Run:
         return output
 
     def wait_until(self, moment: Callable[[Run], bool], timeout: float = PATIENCE_S) -> bool:
-        """Return as soon as `moment` holds; False if the attempt finished before it did."""
+        """Return True as soon as `moment` holds, or False if the attempt finishes first."""
         assert self.process is not None
         deadline = time.monotonic() + timeout
         while self.process.poll() is None:
@@ -124,21 +124,21 @@ class Run:
         return False
 
     def wait_for_end(self, timeout: float) -> bool:
-        """Whether the attempt ends within `timeout` seconds."""
+        """Return whether the attempt ends within `timeout` seconds."""
         assert self.process is not None
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout)
         return self.process.returncode is not None
 
     def kill_when(self, moment: Callable[[Run], bool], signum: int = signal.SIGKILL) -> bool:
-        """Send `signum` as soon as `moment` holds; False if the attempt ended before it did."""
+        """Send `signum` as soon as `moment` holds. Return False if the attempt ended first."""
         if not self.wait_until(moment):
             return False
         self.send(signum)
         return True
 
     def interrupt(self, *moments: tuple[int, int], calls: int = 1) -> list[int]:
-        """Make attempts that a signal ends, each somewhere in the step after the one given; their exit statuses.
+        """End attempts with signals, each somewhere in the step after the given one. Return their exit statuses.
 
         Args:
             moments: step and signal of each attempt, at least three steps apart.
@@ -154,10 +154,10 @@ class Run:
         return statuses
 
     def send(self, signum: int) -> None:
-        """Signal the process; with several ranks each of them, as when a node is lost or a job is preempted."""
+        """Signal the process, or each of several ranks, as when a node is lost or a job is preempted."""
         assert self.process is not None
         launched = psutil.Process(self.process.pid)
-        # torchrun starts each rank in a session of its own.
+        # torchrun starts each rank in a separate session.
         ranks = launched.children() if self.ranks > 1 else [launched]
         if signum == signal.SIGKILL and self.ranks > 1:
             # A node is lost at once: no rank may see another one die first.
@@ -169,7 +169,7 @@ class Run:
             self._send_each(ranks, signum)
 
     def send_until_the_end(self, signum: int) -> tuple[int, str]:
-        """Send a signal again and again, as two at the same time count as one; exit status and output."""
+        """Send a signal repeatedly, because two at the same time count as one. Return exit status and output."""
         for _ in range(200):
             self.send(signum)
             if self.wait_for_end(0.5):
@@ -177,7 +177,7 @@ class Run:
         return self.wait()
 
     def _stop(self, ranks: list[psutil.Process]) -> None:
-        """Send SIGSTOP, and return once they have stopped: on a busy machine that takes a moment."""
+        """Send SIGSTOP and return once all have stopped: on a busy machine that takes a moment."""
         self._send_each(ranks, signal.SIGSTOP)
         with suppress(psutil.NoSuchProcess):
             while any(rank.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE) for rank in ranks):
@@ -186,11 +186,11 @@ class Run:
     @staticmethod
     def _send_each(processes: list[psutil.Process], signum: int) -> None:
         for process in processes:
-            with suppress(psutil.NoSuchProcess):  # it ended because another rank was signaled
+            with suppress(psutil.NoSuchProcess):  # it may end because another rank was signaled
                 process.send_signal(signum)
 
     def tail(self) -> str:
-        """The last lines of the metrics, for messages."""
+        """Return the last lines of the metrics, for messages."""
         return "".join(self.lines()[-3:])
 
     def lines(self) -> list[str]:
@@ -198,11 +198,11 @@ class Run:
         return path.read_text().splitlines(keepends=True) if path.exists() else []
 
     def records(self) -> list[dict[str, Any]]:
-        """Those of metrics.jsonl, each with all sources; not one that is written in part."""
+        """Return the records of metrics.jsonl, each with all sources. Leave out an incomplete last line."""
         return list(read_records(self.path / "metrics.jsonl"))
 
     def step(self) -> int:
-        """The last step in metrics.jsonl."""
+        """Return the last step in metrics.jsonl."""
         return max((record["step"] for record in self.records() if "loss" in record), default=0)
 
     def attempts(self) -> list[dict[str, Any]]:
@@ -215,7 +215,7 @@ class Run:
         return sorted((self.path / "checkpoints").glob("step_" + "[0-9]" * 8))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the newest checkpoint: parameters and optimizer state."""
+        """Return every tensor of the newest checkpoint: parameters and optimizer state."""
         from runner.checkpoint.files import manifest
         from runner.checkpoint.tensors.reader import tensors
 
@@ -224,12 +224,12 @@ class Run:
 
 
 def reached(step: int) -> Callable[[Run], bool]:
-    """The moment when a run has made so many steps."""
+    """Return a function that checks whether a run has reached `step`."""
     return lambda run: run.step() >= step
 
 
 def assert_same_run(one: Run, other: Run) -> None:
-    """Metrics file and final weights are bit-identical."""
+    """Check that the metrics file and the final weights are bit-identical."""
     assert one.lines() == other.lines()
     mine, theirs = one.weights(), other.weights()
     assert mine.keys() == theirs.keys()

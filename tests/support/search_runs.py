@@ -1,4 +1,4 @@
-"""Searches for tests: plans of small ones, and slots whose training is a function."""
+"""Plans of small searches, and slots whose training is a function."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _composer() -> TrialComposer:
 
 
 def plan(*overrides: str, search: str = "asha", trials: int = 9) -> Plan:
-    """What a command for a small search means."""
+    """Return the plan of a command for a small search."""
     given = [] if any(text.startswith("search.trials") for text in overrides) else [f"search.trials={trials}"]
     return plan_search(_composer(), [*SMOKE, f"search={search}", *given, *overrides])
 
 
 def begin(path: Path, trials: int = 9, rungs: tuple[int | None, ...] = STEPS, **options: Any) -> SearchDir:
-    """Make the directory of a search by ASHA, or add trials or rungs to it, without the configs of its runs."""
+    """Create the directory of a search by ASHA, or add trials or rungs to it, without the configs of its runs."""
     search = SearchDir(path)
     rules = Rules(Algorithm.asha, SPACE, "eval_loss", **{"maximize": False, **options})
     path.mkdir(exist_ok=True)
@@ -56,7 +56,7 @@ def journal_of(search: SearchDir) -> Journal:
 
 
 class FunctionSlot(Slot):
-    """A slot whose runs have no config, and whose training is a function."""
+    """A slot whose runs have no config and whose training is a function."""
 
     train: Train
 
@@ -83,7 +83,7 @@ def work(search: SearchDir, train: Train, number: int = 0) -> ExitStatus:
 
 
 def trains(task: Task, run: RunDir) -> int:
-    """Train to the step of the rung: the result is a function of the learning rate and the step."""
+    """Train to the step of the rung. The result depends on the learning rate and the step only."""
     step = task.step or STEPS[-1]
     record(run, step, eval_loss=loss_of(task, step))
     checkpoint(run, step)
@@ -104,7 +104,7 @@ def record(run: RunDir, step: int, **values: float) -> None:
 
 
 def checkpoint(run: RunDir, step: int) -> None:
-    """Make what counts as a committed checkpoint by its name and manifest."""
+    """Create a directory that counts as a committed checkpoint by its name and manifest."""
     folder = run.checkpoint(step)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "manifest.json").write_text(json.dumps({"step": step, "sha256": ""}))

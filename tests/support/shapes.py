@@ -1,6 +1,6 @@
-"""Makes runs whose attempts have different numbers of ranks, each rank forked from one process that has torch imported.
+"""Train runs whose attempts differ in their number of ranks. All ranks are forks of one process with torch imported.
 
-`Shapes` is that process as a test sees it. It reads one run per line, and answers with one line each.
+`Shapes` is the test's interface to that process, which reads one run per line and answers with one line.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 400.0
-# Elements of a group, of a bucket, and of one that is added up at once: first those of the product, with which a small
-# model has a single group. Sums do not depend on them.
+# Elements of a group, of a bucket and of one addition. The first values are the product's, with which a small model has
+# a single group. Sums do not depend on them.
 SIZES = [(1 << 18, 1 << 23, 1 << 20), (1, 1, 0), (300, 2000, 0), (300, 2000, 1000)]
-GRACE_S = 5.0  # for ranks that are asked to stop before they have joined each other
+GRACE_S = 5.0  # for ranks that get a stop request before they have joined each other
 
 
 class Part(NamedTuple):
-    """An attempt: its ranks, and after how many lines of metrics, and milliseconds more, which signal comes."""
+    """An attempt: its ranks, and the signal that ends it after some lines of metrics and more milliseconds."""
 
     ranks: int
-    lines: int | None = None  # None: it finishes
+    lines: int | None = None  # None: the attempt finishes
     delay_ms: int = 0
     signum: int = signal.SIGKILL
 
 
 class Shapes:
-    """The process that forks."""
+    """The process that forks the ranks."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -48,7 +48,7 @@ class Shapes:
         )
 
     def run(self, folder: Path, words: list[str], parts: list[Part]) -> list[int | None]:
-        """Make the run in `folder` by these attempts; the status of each, None if it ended before its signal."""
+        """Run these attempts in `folder`. Return each status, or None if an attempt ended before its signal."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([str(folder), words, parts]) + "\n")
@@ -63,7 +63,7 @@ class Shapes:
 
 @functools.cache
 def the_shapes() -> Shapes:
-    """One for all tests of this process, with which it ends."""
+    """Return the process that all tests of this process share. It ends with this process."""
     made = Shapes()
     atexit.register(made.close)
     return made
@@ -95,7 +95,7 @@ def make(folder: Path, words: list[str], parts: list[Part]) -> list[Any]:
 
 
 def _statuses(processes: list[int]) -> list[int]:
-    """How the ranks ended. One that did not finish takes the others with it, as srun and torchrun see to."""
+    """Return how the ranks ended. End the others when one fails, as srun and torchrun do."""
     found: dict[int, int] = {}
     failed: float | None = None
     while len(found) < len(processes):
@@ -113,7 +113,7 @@ def _statuses(processes: list[int]) -> list[int]:
 
 
 def _wait_for(lines: int, metrics: Path, processes: list[int]) -> None:
-    """Return when the metrics have so many lines, or a rank has ended."""
+    """Return when the metrics have `lines` lines, or a rank has ended."""
     deadline = time.monotonic() + PATIENCE_S
     while (metrics.read_bytes().count(b"\n") if metrics.exists() else 0) < lines:
         if any(os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) for process in processes):

@@ -1,4 +1,4 @@
-"""Ranks and worker processes of a loader of streams, played in this process."""
+"""Simulate the ranks and worker processes of a stream loader in this process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from exactdata.loading import loader as _loader
 from exactdata.loading import protocols
 from exactdata.loading.workers import TaskRunner
 
-loader_module: Any = _loader  # whose names are replaced
+loader_module: Any = _loader  # its names are replaced
 
 
 class PlayedPool:
-    """`WorkerPool` without processes: tasks go to the workers in turn, `AHEAD` of them before a reply is asked for."""
+    """A `WorkerPool` without processes. Workers take tasks in turn, `AHEAD` of them before a reply is needed."""
 
     AHEAD = 5
 
@@ -59,7 +59,7 @@ class PlayedPool:
 
 @contextmanager
 def played(rank: int, world_size: int) -> Iterator[None]:
-    """This process is `rank` of `world_size`, and the workers of its loaders are played."""
+    """Let this process be `rank` of `world_size`, and simulate the workers of its loaders."""
     before = loader_module.current_ranks, loader_module.WorkerPool
     loader_module.current_ranks, loader_module.WorkerPool = lambda: (rank, world_size), PlayedPool
     ranks_before = protocols.ranks()

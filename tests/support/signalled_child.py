@@ -1,4 +1,4 @@
-"""`paced.loss` with a child process on rank FAIL_RANK, which a signal to this process ends, too."""
+"""`paced.loss` with a child process on rank FAIL_RANK. A signal to this process ends the child, too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner.system.signals import STOP
 
 
 def loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Any:
-    """Fail as a compilation does whose compiler was ended, once this process was asked to stop."""
+    """Fail as a compilation does when a stop signal ends its compiler."""
     value = paced_loss(model, batch)
     if STOP and os.environ.get("RANK") == os.environ.get("FAIL_RANK"):
         subprocess.run(["/bin/sh", "-c", "kill -TERM $$"], check=True)

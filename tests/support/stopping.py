@@ -20,13 +20,13 @@ WHERE = os.environ.get("STOP_IN", "") if os.environ.get("STOP_RANK") == os.envir
 
 
 def stop(where: str) -> None:
-    """Stop here if the environment says so."""
+    """Stop here if the environment variables request it."""
     if where == WHERE:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class StoppingGPT(GPT):
-    """GPT with places to stop at."""
+    """A GPT with places to stop at."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -1,4 +1,4 @@
-"""Slow parts of a run, which record when they began and ended: for counting a run's time again, by hand.
+"""Slow parts of a run that record when they began and ended, for a recount of the run's time.
 
 Each of them sleeps for `SLEEP_S` seconds and appends a line `{pid, what, from, to}` to EVENTS_FILE, by the clock that
 all processes of a machine share. The attempt then idles as `paced.loss` does, if HOLD_FILE asks for it.
@@ -35,7 +35,7 @@ def _slow(what: str) -> None:
 
 
 class Text(PythonText):
-    """Slow to read."""
+    """A text source that is slow to read."""
 
     def __getitems__(self, indices: Any) -> Any:
         _slow("data")
@@ -43,13 +43,13 @@ class Text(PythonText):
 
 
 def loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Any:
-    """Slow to compute."""
+    """Return the default loss, slowly."""
     _slow("step" if model.training else "evaluation")
     return paced.loss(model, batch)
 
 
 class Kept:
-    """A callback whose methods are slow, and which has a state that is slow to collect, as is tried at the start."""
+    """A callback with slow methods and a state that is slow to collect, also in the check at the start."""
 
     started = False
 
@@ -74,5 +74,5 @@ class Kept:
 
 
 def events(path: Path) -> list[dict[str, Any]]:
-    """All lines of the file."""
+    """Return all lines of the file."""
     return [json.loads(line) for line in path.read_text().splitlines()]

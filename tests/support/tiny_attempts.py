@@ -1,6 +1,6 @@
-"""Attempts at a run that keep all its records and train nothing: real lease, attempt log, recorder and checkpoints.
+"""Attempts that train nothing but have a real lease, attempt log, recorder and checkpoints.
 
-An attempt takes a few milliseconds, so a test can afford one for every call that it makes to the file system.
+An attempt takes a few milliseconds, so a test can run one for every file system call of an attempt.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Clockwork:
 
 
 class TinySession:
-    """Stands in for `Session`: one parameter, of which every step is saved and only the newest is kept."""
+    """A replacement for `Session` with one parameter. It saves every step and keeps the newest checkpoint."""
 
     def __init__(self, run: RunDir, config: Any, world: World, log: AttemptLog, lease: Lease) -> None:
         self.account = log.account
@@ -81,7 +81,7 @@ class TinySession:
 
 
 class TinyJob:
-    """A job of which each attempt knows that the ones with lower restart counts are gone."""
+    """A job whose attempts know that those with lower restart counts are gone."""
 
     auto_restarts = False
     max_timeouts: int | None = None
@@ -118,7 +118,7 @@ class TinyJob:
 
 @contextmanager
 def tiny_attempts() -> Iterator[pytest.MonkeyPatch]:
-    """Let `attempt` make tiny attempts for a while: without syncs, heartbeats, signals, pauses, questions to git."""
+    """Let `attempt` run tiny attempts in the block: without syncs, heartbeats, signals, pauses or git."""
 
     def sync(fd: int) -> None: ...
 
@@ -128,7 +128,7 @@ def tiny_attempts() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr("runner.training.session.Session.open", TinySession)
         patch.setattr(training_attempt, "code_changes", lambda path: [])
         patch.setattr(STOP, "install", lambda: None)
-        patch.setattr(STOP, "listen", lambda *_, **__: None)  # its sockets and its thread would outlive the attempt
+        patch.setattr(STOP, "listen", lambda *_, **__: None)  # its sockets and thread would outlive the attempt
         patch.setattr(STOP, "wait_for_listener", lambda: None)
         patch.setattr(Lease, "_beat", lambda lease: None)
         patch.setattr(clock, "sleep", lambda seconds: None)
@@ -137,7 +137,7 @@ def tiny_attempts() -> Iterator[pytest.MonkeyPatch]:
 
 @contextmanager
 def training_to(steps: int) -> Iterator[None]:
-    """Let attempts that begin meanwhile train to `steps` steps."""
+    """Let attempts that begin in the block train to `steps` steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("runner.config.frozen.load", lambda path: _config(steps))
         yield
@@ -149,10 +149,10 @@ def _config(steps: int) -> Any:
 
 
 def attempt(path: Path, restart_count: int = 0) -> int:
-    """Make an attempt at the run in `path`; its exit status."""
+    """Run an attempt in `path` and return its exit status."""
     return training_attempt.attempt(path, TinyJob(restart_count))
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """What is in a run directory: the content of every file by its name."""
+    """Return the content of every file in a run directory by name."""
     return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}

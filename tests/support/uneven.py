@@ -1,4 +1,4 @@
-"""A loader of a user's that gives one rank fewer batches than the others."""
+"""A user's loader that gives one rank fewer batches than the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from custom import Rows
 
 
 class OnePass:
-    """Batches of 4, which end for good: on rank `short` after `batches`, elsewhere much later."""
+    """A loader of batches of 4 for a single pass. Rank `short` ends after `batches`, other ranks much later."""
 
     def __init__(self, short: int, batches: int) -> None:
         self.left = batches if os.environ.get("RANK", "0") == str(short) else 1000

@@ -1,4 +1,4 @@
-"""A command in a terminal of its own (a pty, whose session it leads), which is closed under it as a window is."""
+"""Run a command in a new terminal (a pty whose session it leads), and close the terminal as a user closes a window."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runs import PATIENCE_S
 
 
 class Window:
-    """Starts a command.
+    """A terminal that runs a command.
 
     Args:
         command: the command.
@@ -42,13 +42,13 @@ class Window:
             stdout=slave,
             stderr=slave,
             start_new_session=True,
-            preexec_fn=enter,  # noqa: PLW1509 a handful of system calls
+            preexec_fn=enter,  # noqa: PLW1509 a few system calls
         )
         os.close(slave)
         self.shown = ""
 
     def wait_until(self, moment: Callable[[], bool]) -> None:
-        """Return once `moment` holds; what is shown meanwhile is read."""
+        """Return once `moment` holds. Read the output until then."""
         deadline = time.monotonic() + PATIENCE_S
         while not moment():
             assert self.process.poll() is None, self.shown
@@ -56,25 +56,25 @@ class Window:
             self.read(0.05)
 
     def read(self, seconds: float) -> None:
-        """Read what is shown within so many seconds."""
+        """Read the output for up to `seconds`."""
         if select.select([self._master], [], [], seconds)[0]:
-            with suppress(OSError):  # all processes in it have ended
+            with suppress(OSError):  # all processes in the terminal have ended
                 self.shown += os.read(self._master, 1 << 16).decode(errors="replace")
 
     def type(self, keys: bytes) -> None:
-        """Press keys: b"\\x03" is Ctrl-C."""
+        """Press keys. Byte 3 is Ctrl-C."""
         os.write(self._master, keys)
 
     def close(self) -> None:
-        """Close the terminal: its processes get SIGHUP, and what they write from here on fails."""
+        """Close the terminal. Its processes get SIGHUP, and their later writes to it fail."""
         os.close(self._master)
 
     def status(self) -> int:
-        """The exit status, once the command has ended."""
+        """Wait until the command has ended and return its exit status."""
         return self.process.wait(PATIENCE_S)
 
     def end(self) -> None:
-        """Kill what is left."""
+        """Kill the remaining processes."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()

@@ -1,9 +1,9 @@
-"""Attempts as processes of their own, forked from one that has imported torch and the runner: most of a start is that.
+"""Run attempts as forks of a process that has imported torch and the runner, which takes most of a start.
 
-`start` returns what behaves like a `subprocess.Popen`. With several ranks the process does what torchrun does: it
-serves the ranks' key-value store, has each rank in a session of its own, and ends the others when one fails.
+`start` returns an object like a `subprocess.Popen`. With several ranks the process does what torchrun does: it
+serves the ranks' key-value store, starts each rank in a separate session, and ends the others when one fails.
 
-Such processes share the seed of Python's hashes. The runs of the docs, of Slurm and of `chaos` are started anew.
+Such processes share the seed of Python's hashes. The runs of the docs, of Slurm and of `chaos` are new processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
 MAX_REQUEST = 1 << 20  # bytes
-END_S = 30.0  # how long ranks may take to end when one of them has failed
+END_S = 30.0  # time for ranks to end when another one has failed
 
 
 class Forked:
@@ -40,14 +40,14 @@ class Forked:
         self.stdout: IO[str] = os.fdopen(output)
 
     def poll(self) -> int | None:
-        """The exit status, or None while it runs."""
+        """Return the exit status, or None while the process runs."""
         if self.returncode is None and select.select([self._pidfd], [], [], 0)[0]:
             self.returncode = _zygote().status(self.pid)
             os.close(self._pidfd)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status.
+        """Wait for the process and return its exit status.
 
         Raises:
             TimeoutExpired: it does not end within `timeout` seconds.
@@ -59,7 +59,7 @@ class Forked:
         return status
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
-        """What it printed, when it has ended.
+        """Wait for the process and return its output.
 
         Raises:
             TimeoutExpired: it does not end within `timeout` seconds.
@@ -78,21 +78,21 @@ class Forked:
         return b"".join(parts).decode(), None
 
     def send_signal(self, signum: int) -> None:
-        """Signal it, if it has not ended."""
+        """Signal the process if it has not ended."""
         if self.poll() is None:
             os.kill(self.pid, signum)
 
     def terminate(self) -> None:
-        """SIGTERM."""
+        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 class _Zygote:
-    """The process that forks, from the side of the tests."""
+    """The tests' connection to the process that forks."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -103,12 +103,12 @@ class _Zygote:
         atexit.register(self.close)
 
     def fork(self, request: dict[str, Any], output: int) -> int:
-        """The id of a new process."""
+        """Fork a process and return its id."""
         socket.send_fds(self._socket, [json.dumps(request).encode()], [output])
         return self._answer()
 
     def status(self, pid: int) -> int:
-        """The exit status of a process that has ended."""
+        """Return the exit status of a process that has ended."""
         self._socket.send(json.dumps({"status": pid}).encode())
         return self._answer()
 
@@ -128,13 +128,13 @@ def _zygote() -> _Zygote:
 
 
 def start(words: Sequence[str], environment: Mapping[str, str], cwd: Path = ROOT, ranks: int = 1) -> Forked:
-    """Start `python -m runner WORDS`, in a session of its own, its output on one pipe.
+    """Start `python -m runner WORDS` in a new session, with all output on one pipe.
 
     Args:
         words: the command's arguments.
-        environment: all of it.
+        environment: all environment variables.
         cwd: the current directory.
-        ranks: several are started as torchrun does.
+        ranks: number of ranks. Several are started as torchrun starts them.
     """
     reading, writing = os.pipe()
     try:
@@ -157,12 +157,12 @@ def _preload() -> None:
     for package in (runner, launch):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not module.name.endswith("__main__"):
-                with suppress(ImportError):  # of an extra
+                with suppress(ImportError):  # part of an extra
                     import_module(module.name)
 
 
 def _serve(requests: socket.socket) -> None:
-    """Fork and wait as asked, until nobody asks any more. Returns in the child."""
+    """Fork and wait as requested until the tests have ended. Return in the child."""
     while True:
         message, files, *_ = socket.recv_fds(requests, MAX_REQUEST, 1)
         if not message:
@@ -181,7 +181,7 @@ def _serve(requests: socket.socket) -> None:
 
 
 def _become(request: dict[str, Any], output: int) -> None:
-    """Let this process be what was asked for."""
+    """Turn this process into the requested command."""
     os.setsid()
     for fd in (1, 2):
         os.dup2(output, fd)
@@ -198,7 +198,7 @@ def _become(request: dict[str, Any], output: int) -> None:
 
 
 def _seed_anew() -> None:
-    """Let nothing be the same by chance in two processes."""
+    """Seed all generators anew, so that two processes do not draw the same numbers."""
     import random
 
     import numpy as np
@@ -210,7 +210,7 @@ def _seed_anew() -> None:
 
 
 def _ranks(count: int) -> None:
-    """Fork so many ranks, in which this returns; the process that forked them ends with them."""
+    """Fork `count` ranks and return in each of them. The parent ends when they have ended."""
     listening = socket.create_server(("127.0.0.1", 0))
     common = {
         "MASTER_ADDR": "127.0.0.1",
@@ -233,10 +233,10 @@ def _ranks(count: int) -> None:
 
 
 def _attend(ranks: list[int], listening: socket.socket) -> int:
-    """Serve the ranks' store until they have ended; 1 if one failed, which ends the others."""
+    """Serve the ranks' store until they have ended. Return 1 if one failed, which ends the others."""
     from torch import distributed
 
-    dist: Any = distributed  # its stores are not typed
+    dist: Any = distributed  # the stores are not typed
     port = listening.getsockname()[1]
     options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listening.detach()}
     store = dist.TCPStore("127.0.0.1", port, **options)

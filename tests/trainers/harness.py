@@ -33,7 +33,7 @@ Steps = list[list[int]]
 
 
 class Shape(NamedTuple):
-    """Ranks of an attempt, and samples of its steps over all ranks."""
+    """Ranks of an attempt, and samples per step over all ranks."""
 
     ranks: int
     batch: int = 8
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Samples repeated and lost out of all, and whether they came in the order of the undisturbed run."""
+    """Counts of repeated, lost and all samples, and whether they came in the order of the undisturbed run."""
 
     repeated: int
     lost: int
@@ -71,12 +71,12 @@ CELLS = [
     _cell(Shape(1), Shape(2), MIXTURE),
     _cell(Shape(2, 8), Shape(1, 4), MIXTURE),
 ]
-"""Arguments of a test: the shapes before and after a kill, and settings. Without the mixture there are no workers."""
+"""Arguments of a test: the shapes before and after a kill, and settings. Runs without the mixture have no workers."""
 TWO_TO_ONE = _cell(Shape(2), Shape(1), MIXTURE)
 
 
 def skip_without(*modules: str) -> None:
-    """Skip the module that calls it, unless all these are installed. They are not imported: that takes seconds."""
+    """Skip the calling module unless all packages are installed. They are not imported, which would take seconds."""
     for name in modules:
         if find_spec(name) is None:
             pytest.skip(f"{name} is not installed", allow_module_level=True)
@@ -104,19 +104,19 @@ def undisturbed(batch: int = 8, **settings: Any) -> Steps:
 def train(script: Path, folder: Path, ranks: int, **settings: Any) -> Steps:
     """Run a script on some ranks until all have ended.
 
-    A rank that fails, or is killed, takes the others with it.
+    When a rank fails or is killed, the others are ended.
 
     Args:
         script: takes its settings as JSON in its first argument; see `tiny.py` beside the examples.
         folder: of its checkpoints (`folder` in the settings) and of its log.
         ranks: the number of processes.
-        settings: the others, such as kill_before.
+        settings: the other settings, such as kill_before.
 
     Returns:
         The steps that all ranks have logged.
 
     Raises:
-        AssertionError: a rank failed, did not end in time, or was not killed though it was to be.
+        AssertionError: a rank failed, did not end in time, or was not killed although a kill was planned.
     """
     attempt = len(list(folder.glob("attempt*")))
     logs = folder / f"attempt{attempt}"
@@ -159,7 +159,7 @@ def logged(logs: Path, ranks: int) -> Steps:
 
 @dataclass
 class Trials:
-    """Trials of one script. An attempt that is killed runs once, however many resumes follow it."""
+    """Trials of one script. A killed attempt runs once, however many resumes follow it."""
 
     script: Path
     folder: Path

@@ -1,4 +1,4 @@
-"""Run replicas of a torchft script, kill some at random moments, start them again, and count their samples.
+"""Run replicas of a torchft script, kill and restart some at random moments, and count their samples.
 
 By hand: `python tests/trainers/replicas.py SCRIPT [--steps 200] [--kills 10] [--seed 0]`.
 """
@@ -25,16 +25,16 @@ from exactdata import ElasticSampler
 
 ROOT = Path(__file__).parents[2]
 BATCH = 4
-TIMEOUT_S = 600  # a machine may be three times slower than another
+TIMEOUT_S = 600  # a machine may be three times slower than others
 Record = dict[str, Any]
 
 
 @dataclass
 class Replicas:
-    """Replica groups of one process each, with a lighthouse of their own.
+    """Replica groups of one process each, with a separate lighthouse.
 
     Args:
-        script: logs a record of each step before it may be committed, and another one after, as in_torchft.py does.
+        script: logs a record of each step before its commit, and another one after it, as in_torchft.py does.
         folder: of the logs and outputs.
         count: number of replicas.
         options: further arguments of the script.
@@ -69,7 +69,7 @@ class Replicas:
             )
 
     def start(self, number: int) -> None:
-        """Start a replica, for the first time or again."""
+        """Start or restart a replica."""
         self.lives[number] = self.lives.get(number, -1) + 1
         name = f"replica{number}-{self.lives[number]}"
         command = [sys.executable, str(self.script), "--log", f"{name}.jsonl", "--steps", str(self.steps)]
@@ -83,31 +83,31 @@ class Replicas:
         process.wait()
 
     def records(self, number: int, life: int) -> list[Record]:
-        """Read the whole lines of a log."""
+        """Read the complete lines of a log."""
         path = self.folder / f"replica{number}-{life}.jsonl"
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.split("\n")[:-1]]
 
     def commits(self, number: int) -> list[Record]:
-        """Return what a replica has committed in its present life."""
+        """Return the commits of a replica since its latest start."""
         return [one for one in self.records(number, self.lives[number]) if "step" in one]
 
     def train(self, kills: int, rng: random.Random, kill_all_at: int | None = None) -> None:
-        """Run all replicas to the end, but kill some of them on the way, and start them again some steps later.
+        """Run all replicas to the end. Kill some of them on the way, and restart them some steps later.
 
         Args:
             kills: how often to kill one.
-            rng: of the moments, and of those that are killed.
+            rng: draws the moments, and the replicas to kill.
             kill_all_at: a step after which to kill all at once.
 
         Raises:
-            AssertionError: a replica failed, or was not finished in time.
+            AssertionError: a replica failed, or did not finish in time.
         """
         until = time.monotonic() + TIMEOUT_S
         for number in range(self.count):
             self.start(number)
         moments = sorted(rng.sample(range(self.steps // 8, self.steps * 3 // 4), kills))
-        absent: dict[int, int] = {}  # the step at which each is started again
+        absent: dict[int, int] = {}  # the step at which each is restarted
         while any(process.poll() is None for process in self.processes.values()):
             assert time.monotonic() < until, f"not finished after {TIMEOUT_S} s; see {self.folder}"
             time.sleep(rng.uniform(0.02, 0.2))
@@ -135,20 +135,20 @@ class Replicas:
                 moments.pop(0)
 
     def stop(self) -> None:
-        """Kill what is still running."""
+        """Kill the replicas that still run."""
         for process in [*self.processes.values(), self.lighthouse]:
             process.kill()
             process.wait()
 
     def all_records(self) -> list[Record]:
-        """Read the logs of all lives."""
+        """Read the logs of all starts."""
         return [
             one for number, last in self.lives.items() for life in range(last + 1) for one in self.records(number, life)
         ]
 
 
 def participants(records: list[Record], committed: int) -> list[int]:
-    """Return how many replicas took part in each step that led to so many committed batches."""
+    """Return how many replicas took part in each step that led to `committed` batches."""
     steps: list[int] = []
     reached = {0: steps}
     for at in range(committed):

@@ -1,4 +1,4 @@
-"""Check that scripts with accelerate resume exactly; the script asserts that prepare() leaves the loader alone."""
+"""Check that scripts with accelerate resume exactly. The script asserts that prepare() leaves the loader alone."""
 
 from __future__ import annotations
 

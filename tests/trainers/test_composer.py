@@ -1,4 +1,4 @@
-"""Composer: a callback saves the loader, and a run resumes on any number of ranks and with any batch."""
+"""Check that a Composer run whose callback saves the loader resumes on any number of ranks and with any batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from harness import CELLS, EXACT, EXAMPLES, Shape, Trials, skip_without
 
-skip_without("composer", "torchvision")  # it needs a torch older than 2.7.1
+skip_without("composer", "torchvision")  # needs a torch older than 2.7.1
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("composer")]
 
 

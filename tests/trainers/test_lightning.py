@@ -1,4 +1,4 @@
-"""Check that scripts with Lightning resume exactly, where the script asks for the estimated number of steps, too."""
+"""Check that scripts with Lightning resume exactly, also when a script asks for the estimated number of steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness import CELLS, EXACT, EXAMPLES, MIXTURE, Shape, Trials, skip_without
 from exactdata.inspection import main
 
 skip_without("lightning")
-EPOCHS = {"steps": -1, "epochs": 2}  # the trainer ends by the number of its epochs
+EPOCHS = {"steps": -1, "epochs": 2}  # a trainer that ends by the number of its epochs
 
 pytestmark = pytest.mark.xdist_group("lightning")
 

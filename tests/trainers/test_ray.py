@@ -1,4 +1,4 @@
-"""Ray Train: its workers are killed; the run resumes with any number of them, and each sample comes once in a pass."""
+"""Check that a Ray Train run resumes with any number of workers after kills, with each sample once per pass."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from harness import (
 skip_without("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-TIMEOUT_S = 500  # Ray needs a minute and a half for each start, on a quiet machine
+TIMEOUT_S = 500  # Ray needs a minute and a half for each start on a quiet machine
 KILL_BEFORE = SAVE_AT + STEPS_AFTER + 1
 
 
 def run(folder: Path, name: str, workers: int, **settings: Any) -> tuple[int, Steps]:
-    """Run the example in a cluster of its own. Return its exit status, and the steps that all workers have logged."""
+    """Run the example in a new cluster. Return its exit status, and the steps that all workers have logged."""
     logs = folder / name
     logs.mkdir()
     settings = {"folder": str(folder), "log": str(logs / "log"), "ranks": workers, **settings}

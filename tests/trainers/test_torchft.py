@@ -1,4 +1,4 @@
-"""torchft: replicas are killed and started again, and every committed sample is trained on once, in order."""
+"""Check that torchft replicas, killed and restarted, train on every committed sample once and in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchtitan: its checkpoint manager saves the loader, and a run resumes on any number of ranks and with any batch."""
+"""Check that a torchtitan run resumes on any number of ranks and with any batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from harness import CELLS, EXACT, EXAMPLES, Shape, Trials, skip_without
 
-skip_without("torchtitan", "tyro", "spmd_types")  # the last two may be missing where it is installed
+skip_without("torchtitan", "tyro", "spmd_types")  # the last two may be missing next to an installed torchtitan
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("torchtitan")]
 
 

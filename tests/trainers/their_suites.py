@@ -1,4 +1,4 @@
-"""Run the tests that other projects have for stateful loaders, with ours in place of the loader that they test.
+"""Run other projects' tests for stateful loaders with our loader in place of the tested one.
 
     python tests/trainers/their_suites.py torchdata CHECKOUT        # a clone of github.com/pytorch/data
     python tests/trainers/their_suites.py accelerate CHECKOUT       # of github.com/huggingface/accelerate
@@ -6,7 +6,7 @@
     python tests/trainers/their_suites.py lightning-length CHECKOUT -x
     python tests/trainers/their_suites.py torchtitan CHECKOUT       # of github.com/pytorch/torchtitan; it needs grain
 
-Further arguments are pytest's. The project itself, torchdata and `parameterized` must be installed. `lightning` takes a
+Further arguments are pytest's. The other project, torchdata and `parameterized` must be installed. `lightning` takes a
 TrainerLoader without a length and `lightning-length` one with it, `lightning-plain` a StatefulDataLoader.
 """
 
@@ -38,31 +38,31 @@ FOR_LIGHTNING: dict[str, Callable[..., Any]] = {
 
 
 class Exchange:
-    """A plugin of pytest that puts our loader in place of the stateful iterable of Lightning's tests."""
+    """A pytest plugin that puts our loader in place of the stateful iterable of Lightning's tests."""
 
     def __init__(self, make: Callable[..., Any], has_length: bool) -> None:
         self.make, self.has_length = make, has_length
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Exchange it in the module of every test."""
+        """Replace the iterable in the module of every test."""
         for item in items:
             item.module.StatefulIterable = self.of_numbers
 
     def of_numbers(self, start: int = 0) -> Any:
-        """Make a loader of the numbers from `start` to 9, as theirs is."""
+        """Return a loader of the numbers from `start` to 9, like Lightning's."""
         return self.make(range(start, 10), **({"epoch_samples": 10 - start} if self.has_length else {}))
 
 
 class Rows:
-    """A plugin of pytest that puts our loader of 60 packed rows in place of the one that torchtitan's tests build."""
+    """A pytest plugin that puts our loader of 60 packed rows in place of the loader in torchtitan's tests."""
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Exchange it in the class of every test."""
+        """Replace the loader in the class of every test."""
         for item in items:
             item.cls._build_dataloader = lambda test, source, rank: self.build("Streaming" in source.__name__, rank)
 
     def build(self, in_workers: bool, rank: int) -> TrainerLoader:
-        """Make the loader of one of two ranks, with workers or without."""
+        """Return the loader of one of two ranks, with or without workers."""
         rows = [{"input": torch.arange(at, at + 128), "positions": torch.arange(128)} for at in range(60)]
         arguments: dict[str, Any] = {"num_replicas": 2, "rank": rank, "seed": 42, "num_workers": 2 * in_workers}
         return TrainerLoader(rows, global_batch_size=2, collate_fn=self.collate, **arguments)
@@ -75,7 +75,7 @@ class Rows:
 
 
 def main(suite: str, checkout: str, *more: str) -> int:
-    """Run one suite; the exit status of pytest."""
+    """Run one suite and return the exit status of pytest."""
     name, _, way = suite.partition("-")
     theirs = import_module("torchdata.stateful_dataloader")
     theirs.StatefulDataLoader = theirs.stateful_dataloader.StatefulDataLoader = StatefulDataLoader  # type: ignore[attr-defined]
@@ -83,7 +83,7 @@ def main(suite: str, checkout: str, *more: str) -> int:
     if name == "lightning":
         plugins = [Exchange(FOR_LIGHTNING[way], way == "length")]
         imports = import_module("lightning.pytorch.utilities.imports")
-        imports.__dict__.setdefault("_TORCH_GREATER_EQUAL_2_11", True)  # asked for by tests newer than the release
+        imports.__dict__.setdefault("_TORCH_GREATER_EQUAL_2_11", True)  # tests newer than the release ask for it
     os.chdir(checkout)
     sys.path.insert(0, "tests")
     options = ["-c", os.devnull, "--rootdir=.", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore", "-q"]

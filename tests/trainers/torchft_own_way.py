@@ -1,6 +1,6 @@
-"""What torchft's README and train_ddp.py do for the data: its DistributedSampler in torchdata's loader.
+"""Train with the data setup of torchft's README and train_ddp.py: a DistributedSampler in torchdata's loader.
 
-The state of the loader is saved after each step, as the documentation recommends, with --save; it is in a file of this
+With --save, the state of the loader is saved after each step, as the documentation recommends, in a file of this
 replica. The records are those of docs/examples/trainers/in_torchft.py.
 """
 
