@@ -1,4 +1,4 @@
-"""The parts of a drill: its plan, its comparison, its report, and what it refuses."""
+"""Check the parts of a drill: its plan, its comparison, its report, and its argument errors."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_one_bit_of_a_tensor_is_found() -> None:
 
 
 def test_tensors_are_compared_by_their_bits() -> None:
-    """A zero that changed its sign differs; a NaN equals itself."""
+    """Check that zeros of different signs differ and that a NaN equals itself."""
     assert tensor_difference(torch.tensor([0.0]), torch.tensor([-0.0])) is not None
     assert tensor_difference(torch.tensor([math.nan]), torch.tensor([math.nan])) is None
     assert tensor_difference(torch.zeros(2), torch.zeros(3, dtype=torch.float64)) == (
@@ -162,7 +162,7 @@ def test_nested_states_name_the_part_that_differs() -> None:
 
 
 def make_run(path: Path, change: str = "") -> RunDir:
-    """A run directory with two checkpoints of a small model and metrics, different in one thing."""
+    """Write a run directory with metrics and two checkpoints of a small model, changed in one way."""
     run = RunDir(path)
     path.mkdir(parents=True, exist_ok=True)
     run.config.write_text("seed: 0\n")
@@ -190,7 +190,7 @@ def test_the_same_run_is_identical_in_every_tensor_and_generator(tmp_path: Path)
     found = compare(make_run(tmp_path / "one"), make_run(tmp_path / "two", "evaluated"))
     assert found.identical, found.differences
     assert found.checkpoints == [2, 4]
-    assert found.tensors == 2 * 8  # two parameters and, for each, two moments and a step count
+    assert found.tensors == 2 * 8  # two parameters, each with two moments and a step count
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_changed_weight_generator_or_lost_checkpoint_is_found(tmp_path: Path, ch
 
 
 def test_rank_values_are_compared_only_at_equal_rank_counts(tmp_path: Path) -> None:
-    """Weights, and the generators between two steps, are the same on any number of them."""
+    """Allow different per-rank values. Weights and shared generators do not depend on the number of ranks."""
     one = make_run(tmp_path / "one")
     for ranks, change, key in (
         (1, "shape", "train state.batch_shapes[0]"),
@@ -313,7 +313,7 @@ def test_fault_not_injected_or_not_survived_fails_the_drill(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("suffix", [".html", ".json"])
 def test_reports_are_complete(tmp_path: Path, suffix: str) -> None:
-    """Each kind of fault has a row, and the curves are there."""
+    """Check that each kind of fault has a row, and that the curves are drawn."""
     found = result(tmp_path)
     for run in (found.reference, *found.killed):
         run.config.write_text("seed: 1\n")
@@ -331,7 +331,7 @@ def test_reports_are_complete(tmp_path: Path, suffix: str) -> None:
         }
 
 
-# What is refused, and what is set
+# Argument errors and settings
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ def test_jobs_and_processes_have_different_faults() -> None:
 
 
 def test_ranks_change_only_where_the_result_does_not_depend() -> None:
-    """Without being asked for, the fault is left out there; asked for, it is an error with the remedy."""
+    """Leave the fault out of such a run by default. If the user requests it, raise an error with the remedy."""
     invariant = Config(train=TrainConfig(global_batch_size=16), sampler=SamplerConfig(kind=SamplerKind.elastic))
     assert fixed_ranks(invariant, [1, 2, 3, 4]) is None
     assert "this machine has one GPU to use" in str(fixed_ranks(invariant, [1]))
@@ -404,7 +404,7 @@ def drill(root: Path) -> Drill:
 
 
 def test_interrupted_drill_continues_and_another_starts_afresh(tmp_path: Path) -> None:
-    """Rerunning the command continues it; a finished drill, or one with other faults or code, starts afresh."""
+    """Continue after a rerun. Start afresh after a finished drill, or with other faults or code."""
     root = tmp_path / "root"
     assert drill(root).open({"seed": 0}) is False
     make_run(root / "killed-1")
@@ -423,7 +423,7 @@ def test_interrupted_drill_continues_and_another_starts_afresh(tmp_path: Path) -
 
 
 class Late:
-    """A target whose run has ended; what it left behind may look as if it were still running."""
+    """A target whose run has ended. The files may look as if it still ran."""
 
     refusals = (73,)
 
@@ -457,7 +457,7 @@ class Late:
 
 
 class StillExiting(Late):
-    """It has written its completion mark, and its process is still exiting."""
+    """A target that has written its completion mark while its process still exits."""
 
     def __init__(self, run: RunDir) -> None:
         super().__init__(run)
@@ -477,7 +477,7 @@ def stage(target: Any, steps: int = 4) -> Stage:
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> PlannedFault:
-    """A fault whose trigger is true."""
+    """Return a fault whose trigger is true."""
     monkeypatch.setitem(TRIGGERS, "step", lambda run, planned: True)
     return PlannedFault(1, "sigkill", "step", 1, 0.5)
 
@@ -503,13 +503,13 @@ def test_second_command_after_the_finish_is_too_late(tmp_path: Path, always: Pla
 
 @pytest.mark.parametrize(("steps", "answer"), [(4, TooLateError), (5, UnansweredError)])
 def test_a_run_whose_very_last_save_is_refused_is_right_to_fail(tmp_path: Path, steps: int, answer: Any) -> None:
-    """At the end the fault is too late; a run that failed earlier did not survive the full disk."""
+    """Count a fault at the end as too late. A run that failed earlier did not survive the full disk."""
     failed = stage(Late(RunDir(tmp_path / "run"), status=1), steps)
     assert type(DiskFull.ended(failed)) is answer
 
 
 class Reluctant(Fault):
-    """Too late in all runs but one."""
+    """A fault that is too late in all runs but one."""
 
     def __init__(self, run: str) -> None:
         self.run = run

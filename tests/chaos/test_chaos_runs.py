@@ -1,4 +1,4 @@
-"""Real drills: sound runs are bit-identical under every fault, unsound ones are caught and explained."""
+"""Run real drills: correct runs are bit-identical under every fault, incorrect ones are found and explained."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from runs import PACED, PATIENCE_S, ROOT, TINY
 
 from runner.chaos.faults import KINDS
 
-# Many runs in sequence: a busy machine may take long.
+# Many runs in sequence take long on a busy machine.
 pytestmark = pytest.mark.timeout(1800)
 
-# Its own generator starts afresh in every attempt, and is in no checkpoint.
+# The dataset's generator starts afresh in every attempt and is in no checkpoint.
 DATASET = """
 import random
 
@@ -52,7 +52,7 @@ def start(*arguments: str, cwd: Path = ROOT, **env: str) -> subprocess.Popen[str
 
 
 def drill(*arguments: str, cwd: Path = ROOT, **env: str) -> tuple[int, dict[str, Any], str]:
-    """Exit status, result and output."""
+    """Run a drill. Return its exit status, result and output."""
     process = start(*arguments, cwd=cwd, **env)
     output, shown = process.communicate(timeout=1500)
     return process.returncode, json.loads(output) if output else {}, shown
@@ -60,7 +60,7 @@ def drill(*arguments: str, cwd: Path = ROOT, **env: str) -> tuple[int, dict[str,
 
 @pytest.mark.promise("chaos injects every kind of fault: all survived, bit for bit the same")
 def test_every_kind_of_fault_is_survived(tmp_path: Path) -> None:
-    """All kinds are injected and survived, and the run ends bit-identical."""
+    """Inject all kinds of faults and check that the run survives them bit-identical."""
     status, result, shown = drill(
         "data=mixture",
         "sampler=elastic",
@@ -83,7 +83,7 @@ def test_every_kind_of_fault_is_survived(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_run_with_changing_ranks_stays_bit_identical(tmp_path: Path) -> None:
-    """The result does not depend on how many ranks there were when; every fault strikes all ranks of an attempt."""
+    """Change the number of ranks between attempts. Every fault strikes all ranks of an attempt."""
     ranks, faults = 2, "shape,sigkill,sigterm,sigkill-save,flip,frozen,disk-full,twice"
     status, result, shown = drill(
         "data=mixture",
@@ -121,7 +121,7 @@ def test_run_with_changing_ranks_stays_bit_identical(tmp_path: Path) -> None:
     ids=["own generator", "unseeded"],
 )
 def test_a_run_that_is_not_reproducible_is_caught(tmp_path: Path, seed: str, explanation: str) -> None:
-    """A dataset with a generator of its own: the first step that differs is named, and the reason."""
+    """Check that the first step that differs is named, with the reason: the dataset's unsaved generator."""
     (tmp_path / "noise.py").write_text(DATASET.format(seed=seed))
     status, result, shown = drill(
         "data.sources.code._target_=noise.Noise",
@@ -145,11 +145,11 @@ def test_a_run_that_is_not_reproducible_is_caught(tmp_path: Path, seed: str, exp
 
 @pytest.mark.slow
 def test_interrupted_drill_stops_its_runs_and_can_continue(tmp_path: Path) -> None:
-    """Ctrl-C: nothing is left running; rerunning the command injects no fault twice."""
+    """Press Ctrl-C. Check that nothing is left running, and that a rerun of the command injects no fault twice."""
     root = tmp_path / "root"
     arguments = [PACED, "train.steps=40", "--kills=2", "--faults=sigkill,sigterm", f"--root={root}"]
     journal = root / "faults.jsonl"
-    process = start(*arguments, HOLD_FILE=str(journal))  # after the first fault no run can finish
+    process = start(*arguments, HOLD_FILE=str(journal))  # no run can finish after the first fault
     deadline = time.monotonic() + PATIENCE_S
     while not journal.exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.01)

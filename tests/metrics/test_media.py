@@ -1,4 +1,4 @@
-"""Images and texts: what becomes a PNG file, where it is, and what loggers get of it."""
+"""Check how images and texts become PNG files, and how loggers receive them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics: every step once after any kill; loggers continue one run and never harm the training."""
+"""Check that kills leave every step once in the metrics, and that loggers continue one run and never harm training."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_resuming_keeps_records_up_to_the_step(run: RunDir) -> None:
 
 
 def test_an_evaluation_that_will_be_repeated_is_dropped(run: RunDir) -> None:
-    """A state saved during an evaluation is restored twice: the first attempt has already written the record."""
+    """Restore a state saved during an evaluation: the first attempt has already written the record."""
     write(run, 1, 25)
     assert resume_jsonl(run.metrics, 20, evaluated=False).reached == 25
     assert list(read_lines(run.metrics))[-1] == record(20)
@@ -89,7 +89,7 @@ def test_an_evaluation_that_will_be_repeated_is_dropped(run: RunDir) -> None:
 
 
 def test_step_line_that_looks_like_an_evaluation_is_kept(run: RunDir) -> None:
-    """A source may be called so; nobody would write the line again."""
+    """Name a source so that a step's record resembles an evaluation. No later attempt would write this line again."""
     with resume_jsonl(run.metrics, 0) as writer:
         for step in (1, 2):
             writer.write({**record(step), "sources": {"eval_books": {"samples": step}}})
@@ -108,7 +108,7 @@ def test_resuming_at_step_0_keeps_nothing(run: RunDir) -> None:
 
 
 def test_a_superseded_process_writes_to_a_file_that_nobody_reads(run: RunDir) -> None:
-    """A frozen process still has the old file open when it wakes up."""
+    """Write from a frozen process that still has the old file open when it wakes up."""
     frozen = resume_jsonl(run.metrics, 0)
     frozen.write(record(1))
     resume_jsonl(run.metrics, 1)
@@ -145,7 +145,10 @@ def test_garbage_at_the_end_is_dropped(run: RunDir) -> None:
 def test_after_an_error_all_lines_are_written_to_a_new_file(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
-    """What an fsync has refused may be lost even if a second one succeeds, and a descriptor may be stale for ever."""
+    """Reopen the file, because data that an fsync refused may be lost even if a second one succeeds.
+
+    A descriptor may also stay stale for ever.
+    """
     writer = resume_jsonl(run.metrics, 0)
     writer.write(record(1))
     before = run.metrics.stat().st_ino
@@ -165,7 +168,7 @@ def test_after_an_error_all_lines_are_written_to_a_new_file(
 
 
 def test_a_sync_that_failed_once_is_repeated_with_a_new_file(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if nothing is written in between: the second fsync of the same file may succeed though lines are lost."""
+    """Write nothing in between: the second fsync of the same file may succeed although lines are lost."""
     writer = resume_jsonl(run.metrics, 0)
     writer.write(record(1))
     before = run.metrics.stat().st_ino
@@ -183,7 +186,7 @@ def test_a_sync_that_failed_once_is_repeated_with_a_new_file(run: RunDir, monkey
 
 
 def test_what_was_written_is_durable_when_the_file_is_closed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end of a run nothing else makes it so."""
+    """Check the close, because nothing else syncs the file at the end of a run."""
     writer, synced = resume_jsonl(run.metrics, 0), []
     monkeypatch.setattr(files, "fsync_fd", lambda fd: synced.append(list(read_lines(run.metrics))))
     writer.write(record(1))
@@ -193,7 +196,7 @@ def test_what_was_written_is_durable_when_the_file_is_closed(run: RunDir, monkey
 
 
 def test_a_closed_file_holds_no_descriptor(run: RunDir) -> None:
-    """A process that makes several attempts, or none, does not run out of them."""
+    """Check that a process with several attempts does not run out of descriptors."""
     before = len(os.listdir("/proc/self/fd"))
     writer = resume_jsonl(run.metrics, 0)
     assert len(os.listdir("/proc/self/fd")) == before + 1
@@ -202,7 +205,7 @@ def test_a_closed_file_holds_no_descriptor(run: RunDir) -> None:
 
 
 def test_branch_takes_its_trunks_records_and_keeps_none_before(run: RunDir, tmp_path: Path) -> None:
-    """Also where the trunk has no such file; an attempt before this one may have left another trunk's records."""
+    """Also check a trunk without the file, and records that an earlier attempt copied from another trunk."""
     branch = RunDir(tmp_path / "branch")
     branch.path.mkdir()
     write(run, 1, 12)
@@ -233,7 +236,7 @@ def test_a_line_that_a_full_disk_cut_short_is_removed(run: RunDir, monkeypatch: 
 
 
 def test_lines_lost_by_the_file_system_are_written_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NFS reports with a later write, or with the sync, that there was no space for the pages of earlier ones."""
+    """Simulate NFS, which reports a full disk with a later write or with the sync."""
     writer, write, sync = resume_jsonl(run.metrics, 0), files.write_fd, files.fsync_fd
     writer.write(record(1))
     writer.sync()
@@ -242,7 +245,7 @@ def test_lines_lost_by_the_file_system_are_written_again(run: RunDir, monkeypatc
     def lose(fd: int, data: bytes = b"") -> int:
         size = os.fstat(fd).st_size
         os.ftruncate(fd, durable[-1])
-        if data:  # or else what reads finds the file shorter
+        if data:  # without data the file would look shorter
             os.ftruncate(fd, size)
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -371,7 +374,7 @@ class Faulty(ExternalWriter):
 
 @pytest.mark.parametrize("looks", [0, 3])
 def test_a_logger_of_a_superseded_attempt_logs_nothing_more(run: RunDir, looks: int) -> None:
-    """It says nothing either: the training thread finds out by itself. `end` would send what is buffered."""
+    """Log no message either: the training thread detects the lost lease. `end` would send buffered records."""
     left = iter(range(looks))
 
     def check() -> None:
@@ -383,7 +386,7 @@ def test_a_logger_of_a_superseded_attempt_logs_nothing_more(run: RunDir, looks: 
     for step in range(1, 9):
         writer.write(record(step))
     writer.close()
-    assert writer.logged == list(range(1, looks))  # the first look is before the library is opened
+    assert writer.logged == list(range(1, looks))  # the first check is before the library is opened
     assert reported == []
 
 
@@ -474,7 +477,7 @@ WANDB = """
 
 
 def test_wandb_continues_one_run(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's interface is faked; its own behavior is described in docs/logging.md."""
+    """Fake the library's interface. docs/logging.md describes the library's behavior."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "wandb.py").write_text(textwrap.dedent(WANDB))
     monkeypatch.syspath_prepend(tmp_path / "lib")
@@ -541,7 +544,7 @@ ENTITIES = """
 
 
 def test_mlflow_continues_one_run(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's interface is faked; its own behavior is described in docs/logging.md."""
+    """Fake the library's interface. docs/logging.md describes the library's behavior."""
     package = tmp_path / "lib" / "mlflow"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(textwrap.dedent(MLFLOW))
@@ -566,7 +569,7 @@ def test_mlflow_continues_one_run(run: RunDir, tmp_path: Path, monkeypatch: pyte
 
 
 class Screen(io.StringIO):
-    """A terminal that remembers what was written to it."""
+    """A terminal that remembers its output."""
 
     def isatty(self) -> bool:
         return True
@@ -597,7 +600,7 @@ def test_a_terminal_gets_a_bar_and_messages_above_it(monkeypatch: pytest.MonkeyP
     screen = Screen()
     bar = ProgressBar(50, stream=screen, clock=clock(0.03))
     for step in range(11, 51):
-        bar.update(step, 1.0, 900.0)  # images, say: no tokens
+        bar.update(step, 1.0, 900.0)  # for images, say, without tokens
         if step == 30:
             bar.say("step 30: [brackets] stay")
     bar.close()
@@ -616,7 +619,7 @@ def test_numbers_are_short() -> None:
 
 
 class Gone(Screen):
-    """A terminal that was closed."""
+    """A closed terminal."""
 
     def write(self, text: str) -> int:
         raise OSError(errno.EIO, "Input/output error")
@@ -636,11 +639,11 @@ def test_a_closed_terminal_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch
     bar.close()
 
 
-# ---- what loggers show of forks, resumes and ends
+# ---- how loggers show forks, resumes and ends
 
 
 def installed(library: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The fakes of wandb and mlflow, imported anew."""
+    """Return the fake of wandb or mlflow, newly imported."""
     (library / "mlflow").mkdir(parents=True)
     (library / "wandb.py").write_text(textwrap.dedent(WANDB))
     (library / "mlflow" / "__init__.py").write_text(textwrap.dedent(MLFLOW))
@@ -652,7 +655,7 @@ def installed(library: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def logged(writer: Any, lineage: Lineage, resumed: int, last: int, state: str) -> None:
-    """An attempt: what `RunRecorder` passes to a logger, after the metrics were truncated."""
+    """Log an attempt as `RunRecorder` does after it has truncated the metrics."""
     writer.about(lineage)
     write(writer.run, resumed + 1, last)
     for line in read_lines(writer.run.metrics):
@@ -665,12 +668,12 @@ def logged(writer: Any, lineage: Lineage, resumed: int, last: int, state: str) -
 def test_wandb_shows_a_branch_with_all_of_its_history(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It begins with the records of its trunk, and names it; then where attempts begin, and how it ended."""
+    """Check that the branch begins with its trunk's records and names it, and shows its attempts and its end."""
     module = installed(tmp_path / "lib", monkeypatch)
     trunk = RunDir(tmp_path / "trunk-1a2b3c4d")
     trunk.path.mkdir()
     trunk.loggers.write_text('{"wandb": "ab12"}')
-    write(run, 1, 20)  # taken over from the trunk
+    write(run, 1, 20)  # copied from the trunk
     fork = Fork(trunk, 20, "1a2b3c4d")
     for attempt, (resumed, last, state) in enumerate(((20, 30, "stopped"), (25, 40, "finished")), start=1):
         writer = WandB(run, resumed, pytest.fail, mode="offline", project="mine")
@@ -726,7 +729,7 @@ def test_mlflow_shows_a_branch_as_the_child_of_its_trunk(
 def test_next_attempt_sends_what_a_kill_kept_from_a_logger(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint may be newer than what the library had sent; without it those steps would be missing for good."""
+    """Resume from a checkpoint that is newer than the last record that the library sent."""
     module = installed(tmp_path / "lib", monkeypatch)
     logged(MLflow(run, 0, pytest.fail, tracking_uri="memory"), Lineage(), 0, 12, "failed")
     write(run, 1, 30)

@@ -1,4 +1,4 @@
-"""A line of metrics.jsonl names the sources of its batch; read in order, every line has all of them."""
+"""Check that a line of metrics.jsonl names the sources of its batch, and that reading in order completes every line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["mixture", "elastic"])
 def test_line_names_the_changes_and_sometimes_everything(sampler: str, tmp_path: Path) -> None:
-    """Whatever attempts the run was made in: they depend on the step alone, and the bytes are the same."""
+    """Check that the lines depend on the step alone: the bytes are the same for any attempts."""
     words = [*MIXTURE, f"sampler={sampler}", "train.batch_size=2", "train.steps=14"]
     whole = trained(tmp_path / "whole", *words)
     short, complete = lines(whole), [line for line in read_records(whole / "metrics.jsonl") if "loss" in line]

@@ -1,4 +1,4 @@
-"""The runner from Python: a script trains a run, reads it, and keeps its own state."""
+"""Use the runner from Python: a script trains a run, reads it, and keeps its state."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def script(folder: Path, *arguments: str, text: str = SCRIPT) -> subprocess.Pope
 
 @pytest.mark.slow
 def test_a_script_trains_a_run_and_resumes_it(tmp_path: Path) -> None:
-    """And keeps its random generators, signal handlers and threads."""
+    """Also check that the script keeps its random generators, signal handlers and threads."""
     settings = ["train.steps=12", "eval.every_steps=5", "checkpoint.every_steps=5"]
-    for _ in range(2):  # the second time it is finished
+    for _ in range(2):  # the second time the run is finished
         output, errors = script(tmp_path, *settings).communicate()
         *_, found, evaluated = output.splitlines() or [errors]
         assert json.loads(found) == ["finished", 12, [5, 10, 12], 1, 12, str(tmp_path / "run")], errors
@@ -88,9 +88,9 @@ def test_when_the_script_dies_its_run_does_not_go_on(tmp_path: Path) -> None:
     while not metrics.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.kill()
-    process.communicate()  # returns when nobody holds its output any more
+    process.communicate()  # returns when no process holds the output
     run = runner.Run(tmp_path / "run")
-    while run.state == "running" and time.monotonic() < deadline:  # it has closed its files, and is about to be gone
+    while run.state == "running" and time.monotonic() < deadline:  # it has closed its files and is about to exit
         time.sleep(0.05)
     assert run.state == "killed"
 

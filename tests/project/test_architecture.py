@@ -1,6 +1,6 @@
-"""Imports go one way, libraries are imported where they belong, and quick commands stay quick.
+"""Check that imports go one way, that libraries are imported in few places, and that quick commands stay quick.
 
-The picture of the layers in docs/project/architecture.md is the rule, and is read here.
+The rule is the picture of the layers in docs/project/architecture.md, which this test reads.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = ("exactdata", "runner", "launch")
-# What `launch` may know of `runner`: shapes, mistakes, paths of a run, who can write them, and the system layer.
+# `launch` may import from `runner`: shapes, errors, paths of a run, its writers, and the system layer.
 SHARED = (
     *("runner.contracts", "runner.errors", "runner.rundir.paths", "runner.rundir.state", "runner.rundir.trust"),
     "runner.system.",
 )
-# Below the composition there are plain dataclasses.
+# Below the composition, configs are plain dataclasses.
 HOMES = {"hydra": "runner.config.", "omegaconf": "runner.config.", "submitit": "launch.batch"}
-# Nobody waits for torch to read the status of a run. `inspect` calculates, and so needs numpy.
+# Reading the status of a run must not wait for torch. `inspect` calculates, and so needs numpy.
 WITHOUT_TORCH = """
     runner.errors runner.contracts runner.__main__ runner.system.files runner.system.clock runner.system.processes
     runner.system.signals runner.system.distributed runner.rundir.paths runner.rundir.lease runner.rundir.attempt_log
@@ -38,7 +38,7 @@ Imports = Mapping[str, Collection[str]]
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the project by its dotted name."""
+    """Return every module of the project by its dotted name."""
     found = {}
     for path in sorted(path for top in OWN for path in (ROOT / top).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -47,11 +47,11 @@ def modules() -> dict[str, Path]:
 
 
 def imported_names(source: str, types: bool = False) -> Iterator[str]:
-    """What code imports, in functions too; with `types` also what is for type checkers alone.
+    """Yield the names that code imports, in functions too. With `types`, include imports for type checkers.
 
-    `from a import b` yields `a.b`; `import_module(f"a.{b}")`, of which the rest is known at run time alone, `a`.
+    `from a import b` yields `a.b`. `import_module(f"a.{b}")` yields `a`, because the rest is known at run time only.
     """
-    calls = re.search("import_module|__import__", source)  # most modules have none: their expressions are skipped
+    calls = re.search("import_module|__import__", source)  # most modules have none, so their expressions are skipped
     nodes: list[ast.AST] = [ast.parse(source)]
     while nodes:
         node = nodes.pop()
@@ -79,7 +79,7 @@ def imports() -> Imports:
 
 
 def found_imports(types: bool = False) -> Imports:
-    """By module: the modules of the project that it imports, and other libraries by their top name."""
+    """Return each module's imports: modules of the project, and other libraries by their top name."""
     present = modules()
 
     def target(name: str) -> str:
@@ -92,7 +92,7 @@ def found_imports(types: bool = False) -> Imports:
 
 @cache
 def layers(of: str = "layers") -> list[list[str]]:
-    """The layers of one of the page's pictures, top to bottom: names of modules and packages."""
+    """Return the layers of one of the page's pictures, top to bottom: names of modules and packages."""
     page = (ROOT / "docs" / "project" / "architecture.md").read_text()
     (picture,) = re.findall(rf"<!-- {of} -->\n```text\n(.*?)```", page, re.DOTALL)
     lines = [line.split()[1:] for line in picture.splitlines() if re.match(r"[a-z]", line)]
@@ -100,12 +100,12 @@ def layers(of: str = "layers") -> list[list[str]]:
 
 
 def box(module: str) -> str:
-    """The name in the picture that a module of `runner` belongs to; empty for the package itself."""
+    """Return the picture's name for a module of `runner`. It is empty for the package's module."""
     return [*module.split("."), ""][1]
 
 
 def fault(module: str, imported: str) -> str | None:
-    """What is wrong with an import. Boxes of the layer `parts` know nothing of each other."""
+    """Describe a wrong import. Boxes of the layer `parts` must not import each other."""
     drawn = layers()
     level = {name: height for height, layer in enumerate(drawn) for name in layer}
     home, own = HOMES.get(imported, ""), imported.startswith("runner")
@@ -145,7 +145,7 @@ def test_no_module_imports_itself_by_a_detour(imports: Imports) -> None:
 
 @pytest.mark.parametrize("package", ["runner.training", "runner.checkpoint", "runner.cli", "exactdata"])
 def test_rooms_are_in_their_picture_and_import_downwards(package: str) -> None:
-    """Not even for types does a room import the top, or one beside or above it; and so there is no circle of rooms."""
+    """Forbid a room to import the top, or a room next to or above it, even for types. So rooms have no cycle."""
     prefix = f"{package}."
     inside = {
         module.removeprefix(prefix): [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
@@ -159,7 +159,7 @@ def test_rooms_are_in_their_picture_and_import_downwards(package: str) -> None:
     assert not [module for module in above if "." in module], "a folder is a room, and not of the top"
     edges = [(module.partition(".")[0], name.partition(".")[0]) for module in inside for name in inside[module]]
     crossing = {(room, other) for room, other in edges if room != other and level[room] > 0}
-    assert crossing  # the rooms are found
+    assert crossing  # some imports between rooms are found
     assert not [f"{room} imports {other}" for room, other in crossing if level[other] <= level[room]]
     TopologicalSorter(inside).prepare()  # no two modules import each other for types
 
@@ -199,7 +199,7 @@ def _fresh(program: str, *arguments: str) -> str:
 
 
 def test_what_needs_no_torch_imports_none(tmp_path: Path) -> None:
-    """Nor numpy, hydra or omegaconf: as a whole, whatever these modules import in turn."""
+    """Check the imports of these modules as a whole, indirect ones included: no torch, numpy, hydra or omegaconf."""
     program = f"""
 import importlib, sys
 for name in {WITHOUT_TORCH!r}:

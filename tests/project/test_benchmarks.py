@@ -1,4 +1,4 @@
-"""What keeps the figures of the benchmarks, says when one got worse, and makes the tables of the docs."""
+"""Check that benchmark figures are kept, that worse ones are reported, and that the docs get their tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.results import Figure, Table
 
 
 def measured(name: str = "load", **values: float) -> Table:
-    """A table of ratios (`stall`, less is better, and `speed`, more is better) and a time."""
+    """Return a table of ratios (`stall`, less is better, and `speed`, more is better) and a time."""
     table = Table(name, "what")
     for row, value in values.items():
         at_least, at_most = (2.0 if row == "speed" else None), (1.2 if row not in {"speed", "time"} else None)
@@ -47,7 +47,7 @@ def test_goals_of_whole_rows_are_a_column() -> None:
 
 
 def test_worse_ratio_is_named_until_accepted(tmp_path: Path) -> None:
-    """In both directions, by more than 15 %; a time is another machine's, and says nothing."""
+    """Compare ratios in both directions, with a limit of 15 %. Times depend on the machine and do not count."""
     file = tmp_path / "results.json"
     assert results.keep([measured(stall=1.0, speed=2.0, time=1.0)], False, file) == []
     assert results.keep([measured(stall=1.14, speed=1.75, time=9.0)], False, file) == []  # 14 % each
@@ -67,7 +67,7 @@ def test_worse_ratio_is_named_until_accepted(tmp_path: Path) -> None:
 def test_a_run_of_a_benchmark_changes_its_own_tables_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`python -m benchmarks NAME` keeps what others measured, fills the page, and fails when a ratio got worse."""
+    """Check that `python -m benchmarks NAME` keeps other figures, fills the page, and fails at a worse ratio."""
     from benchmarks import __main__ as command
     from benchmarks import loop
 

@@ -1,4 +1,4 @@
-"""The commit-msg hook: what it refuses, what it accepts, and that git calls it."""
+"""Check the commit-msg hook: refused subjects, accepted subjects, and the call from git."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Effects go through `runner.system`, so that one patch there replaces the clock, the file system or the processes.
+"""Check that effects go through `runner.system`, so that one patch replaces the clock, the files or the processes.
 
-The rule is held for whole packages, and looking at a path is an effect, too. Not among them is what only asks for the
-current directory or the home directory (`absolute`, `abspath`, `cwd`, `expanduser`).
+The rule holds for whole packages, and looking at a path is an effect, too. Functions that only read
+the current directory or the home directory (`absolute`, `abspath`, `cwd`, `expanduser`) are allowed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PACKAGES = (
     "runner/config",
     "launch",
 )
-"""Packages that keep the rule. data, chaos, report and models are exempt; `runner/system` is the layer itself."""
+"""Packages that follow the rule. data, chaos, report and models are exempt. `runner/system` is the layer."""
 
 EXCEPTIONS = {
     "runner/checkpoint/tensors/writer.py: threading.Lock at import": "held during an import, through no door",
@@ -34,7 +34,7 @@ EXCEPTIONS = {
     "runner/config/tree.py: .is_dir": "directories of config files, which Hydra reads itself",
     "runner/config/tree.py: .resolve": "directories of config files, which Hydra reads itself",
 }
-"""`file: effect` -> why it does not go through the system layer."""
+"""`file: effect` -> the reason why it does not go through the system layer."""
 
 EFFECTS = {
     "os": """
@@ -62,11 +62,11 @@ PATH_METHODS = """
 DOORS = ("files", "clock", "processes")
 SYSTEM = (*DOORS, "scheduler")
 REPLACED = (*DOORS, "threading", "queue")
-"""Modules in place of which a simulated world puts its own."""
+"""Modules that a simulated world replaces."""
 
 
 def effects(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, what) for each effect that does not go through the system layer."""
+    """Yield (line, name) of each effect that does not go through the system layer."""
     nodes = list(ast.walk(tree))
     subscripted = [node.value for node in nodes if isinstance(node, ast.Subscript)]
     hints = [node for node in subscripted if _dotted(node) == "subprocess.Popen"]  # subprocess.Popen[bytes]
@@ -88,7 +88,7 @@ def effects(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _dotted(node: ast.AST) -> str:
-    """`os.path` or `os`; empty for what is no name or more than an attribute of one."""
+    """Return a name such as `os.path` or `os`, or "" for a longer or other expression."""
     match node:
         case ast.Name(name):
             return name
@@ -102,16 +102,16 @@ def _is_effect(module: str, name: str) -> bool:
 
 
 def captured(node: ast.AST, *, importing: bool = True) -> Iterator[tuple[int, str]]:
-    """(line, what) for each function or class that a world replaces and that is looked up when the module is imported.
+    """Yield (line, name) of each replaceable function or class that is looked up at import.
 
-    What is replaced later would not reach it: it is the default of an argument or of a field, or a name of the module.
+    A later replacement would not reach the default of an argument or field, or a name of the module.
     """
     evaluated = list(ast.iter_child_nodes(node))
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
         for statement in node.body if isinstance(node.body, list) else [node.body]:
             yield from captured(statement, importing=False)
         defaults = [*node.args.defaults, *filter(None, node.args.kw_defaults)]
-        # Those of an inner function are evaluated at each call of the outer one.
+        # Decorators and defaults of an inner function are evaluated at each call of the outer one.
         evaluated = [*defaults, *getattr(node, "decorator_list", [])]
     elif isinstance(node, ast.AnnAssign):  # annotations are not evaluated
         evaluated = [node.value] if node.value else []
@@ -124,7 +124,7 @@ def captured(node: ast.AST, *, importing: bool = True) -> Iterator[tuple[int, st
 
 
 def _opens(call: ast.Call) -> bool:
-    """`open(...)`, and `path.open(...)` with a mode: many other things can be opened."""
+    """Return whether a call is `open(...)` or `path.open(...)` with a mode. Many other things can be opened."""
     if isinstance(call.func, ast.Name):
         return call.func.id == "open"
     modes = [argument.value for argument in call.args[:1] if isinstance(argument, ast.Constant)]
@@ -134,7 +134,7 @@ def _opens(call: ast.Call) -> bool:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, int]:
-    """`file: effect` -> line, over all packages."""
+    """Return `file: effect` -> line over all packages."""
     paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
     return {
         f"{path.relative_to(ROOT)}: {what}": line
@@ -154,16 +154,16 @@ def test_every_exception_is_still_needed(found: dict[str, int]) -> None:
 
 
 PRIMITIVES = ("this_thread", "begin_writeback", "append_from_now_on", "resolve", "has_access_list")
-"""Those of `files` that are more than another name for a function of Python's."""
+"""Functions of `files` that do more than rename a function of Python."""
 
 
 def test_all_of_files_is_built_on_its_primitives() -> None:
-    """A file system that replaces the primitives has replaced everything."""
-    entries = [".is_file", ".is_dir"]  # of what `scan` yields, in `kinds`
+    """Check that a file system that replaces the primitives has replaced everything."""
+    entries = [".is_file", ".is_dir"]  # methods of the entries that `scan` yields, in `kinds`
     outside = []
     for statement in ast.parse((ROOT / "runner" / "system" / "files.py").read_text()).body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, (ast.Attribute, ast.Name)):
-            continue  # `rename = os.replace`
+            continue  # such as `rename = os.replace`
         name = getattr(statement, "name", "")
         if name not in PRIMITIVES:
             outside += [(name, what) for _, what in effects(statement) if name != "kinds" or what not in entries]

@@ -1,4 +1,4 @@
-"""The projects in docs/examples are bit-identical after being killed."""
+"""Check that the projects in docs/examples are bit-identical after kills."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DRAWN = {"gan": "points-00000020.png", "hugging_face": "three-00000020.txt", "im
 STEPS = 40
 
 
-# On two ranks: a sampler, a metric and steps of one's own.
+# On two ranks: a custom sampler, metric and training step.
 CASES = [(name, 1, 10) for name in SMALLER if name != "images"] + [
     (name, 2, 4) for name in ("gan", "images", "regression")
 ]
@@ -36,7 +36,7 @@ SHOWN = pytest.mark.promise("an example with random augmentation, killed ten tim
     [pytest.param("images", 1, 10, marks=SHOWN), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)],
 )
 def test_an_example_that_is_killed_is_bit_identical(name: str, ranks: int, kills: int, tmp_path: Path) -> None:
-    """Every attempt has no workers or two, by chance; the run that is not killed has none."""
+    """Draw zero or two workers for each attempt. The undisturbed run has none."""
     project = tmp_path / name
     shutil.copytree(EXAMPLES / name / "conf", project / "conf")
     shutil.copy(EXAMPLES / name / f"{name}.py", project)

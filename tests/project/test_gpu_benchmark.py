@@ -1,4 +1,4 @@
-"""`make gpu` is ready for the few minutes in which there is a GPU: its parts work, nothing is missing in silence."""
+"""Check that `make gpu` is ready for a few minutes on a GPU: its parts work, and it names missing ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables of this test alone."""
+    """Give the test empty tables."""
     monkeypatch.setattr(results, "RECORDED", {})
 
 
@@ -59,7 +59,7 @@ def test_packages_that_are_missing_are_named(
 
 
 def test_the_folder_of_wheels_is_complete() -> None:
-    """With what its packages need in turn, but for torch and numpy, which every machine with a GPU has."""
+    """Include indirect requirements, except torch and numpy, which every machine with a GPU has."""
     lines = (ROOT / "benchmarks/gpu/wheels.txt").read_text().splitlines()
     listed = {canonicalize_name(Requirement(line).name) for line in lines if not line.startswith("#")}
     needed = {canonicalize_name(command.DISTRIBUTIONS.get(name, name)) for name in command.NEEDED}
@@ -74,7 +74,7 @@ def test_the_folder_of_wheels_is_complete() -> None:
 
 @pytest.mark.usefixtures("recorded")
 def test_a_step_that_fails_takes_no_other_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The file is complete after each of them: a process may be stopped at any time."""
+    """Check that the file is complete after each step, because a process may be stopped at any time."""
     report = Report(tmp_path / "part.json", "a GPU")
     found = table("gpu-a", "what")
     report.step("divides", lambda: found.add("row", "ratio", 1 / 0))
@@ -192,7 +192,7 @@ def test_runs_that_differ_are_told_apart(tmp_path: Path, monkeypatch: pytest.Mon
     exactness.add(exactness.Case("a case", [], exact=False), jobs, found)
     values = {figure.column: figure.value for figure in found.figures}
     assert values["that differ"] == values["steps"] == 9  # with three evaluations
-    assert 1e5 < values["distance of the weights / their norm"] < 2e6  # weights drawn independently: about sqrt(2)
+    assert 1e5 < values["distance of the weights / their norm"] < 2e6  # about sqrt(2) for weights drawn independently
     assert [path.name for path in tmp_path.iterdir()] == []
 
 
@@ -211,7 +211,7 @@ PARTS = {
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is for machines without a GPU: run make gpu")
 @pytest.mark.parametrize("part", PARTS)
 def test_every_part_works_on_a_cpu_with_small_sizes(part: str, tmp_path: Path) -> None:
-    """So that a GPU's minutes are not spent on mistakes."""
+    """Find mistakes here, so that they cost no GPU time."""
     out = tmp_path / "gpu.json"
     words = [sys.executable, "-m", "benchmarks", "gpu", part, "--minutes", "50", "--out", str(out)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -224,5 +224,5 @@ def test_every_part_works_on_a_cpu_with_small_sizes(part: str, tmp_path: Path) -
     assert all(figure["value"] == 0 for figure in figures if figure.get("at_most") == 0)
     if part == "exactness":
         rows = {figure["row"] for figure in figures}
-        assert len(rows) == 10  # with two ranks, which every CPU has
+        assert len(rows) == 10  # with two ranks, which every CPU supports
         assert sum(figure["value"] == 0 for figure in figures) == 2 * len(rows)  # deterministic or not

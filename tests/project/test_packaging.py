@@ -1,4 +1,4 @@
-"""What is installed is what was tested: sdist and wheel hold every package, config file and script."""
+"""Check that sdist and wheel hold every package, config file and script, and that the installed code works."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_package_is_listed(project: str, tops: tuple[str, ...]) -> None:
 
 
 def test_nothing_takes_exactdata_from_an_index() -> None:
-    """The runner asks for a version with a local part, which an index does not accept: PEP 440."""
+    """Check that the runner requires a version with a local part, which an index does not accept: PEP 440."""
     asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert f"exactdata=={exactdata.__version__}" in asked
     assert "+" in exactdata.__version__
@@ -48,7 +48,7 @@ def test_the_version_is_the_newest_in_the_changelog() -> None:
 
 
 def unpacked_sdist(folder: Path, names: tuple[str, ...], root: Path, archive: str) -> Path:
-    """The source distribution of a project, unpacked: what a wheel is built from."""
+    """Build and unpack the source distribution of a project, from which a wheel is built."""
     source = folder / "source"
     source.mkdir(parents=True)
     for name in names:
@@ -67,7 +67,7 @@ def unpacked_sdist(folder: Path, names: tuple[str, ...], root: Path, archive: st
 
 
 def built(source: Path, folder: Path) -> Path:
-    """The wheel of an unpacked source distribution."""
+    """Build the wheel of an unpacked source distribution."""
     build = [*PIP, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", str(folder), str(source)]
     subprocess.run(build, check=True)
     (wheel,) = folder.glob("*.whl")
@@ -76,7 +76,7 @@ def built(source: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def data_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of exactdata."""
+    """Build the wheel of exactdata."""
     folder = tmp_path_factory.mktemp("exactdata")
     names = tuple(path.name for path in (ROOT / "exactdata").iterdir() if path.suffix != ".egg-info")
     archive = f"exactdata-{exactdata.__version__}.tar.gz"
@@ -86,14 +86,14 @@ def data_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of the runner."""
+    """Build the wheel of the runner."""
     folder = tmp_path_factory.mktemp("runner")
     names = ("runner", "launch", "conf", "pyproject.toml", "README.md", "LICENSE")
     return built(unpacked_sdist(folder, names, ROOT, f"preemptible_runner-{runner.__version__}.tar.gz"), folder)
 
 
 def link_installed(names: list[str], site: Path) -> None:
-    """Link distributions of this environment, and all that they require, into a folder of packages."""
+    """Link distributions of this environment, with their requirements, into a folder of packages."""
     done: set[str] = set()
     while names:
         if (name := canonicalize_name(names.pop())) in done:
@@ -115,13 +115,13 @@ settings.load_profile("alone")
 
 
 def environment() -> dict[str, str]:
-    """What the environment of another Python may have: not where this one finds the clone."""
+    """Return the environment for another Python, without the variables that lead to the clone."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
 
 
 @pytest.fixture(scope="module")
 def alone(data_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment with exactdata's wheel, what that requires, and pytest: nothing of the runner."""
+    """Return the Python of an environment with exactdata's wheel, its requirements and pytest, without the runner."""
     folder = tmp_path_factory.mktemp("alone")
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
@@ -137,7 +137,7 @@ def alone(data_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_alone(alone: Path, folder: Path, *selected: str) -> str:
-    """Run tests of exactdata with its wheel alone; returns pytest's output."""
+    """Run tests of exactdata with its wheel alone and return pytest's output."""
     shutil.copytree(ROOT / "tests" / "exactdata", folder / "exactdata_tests")
     for name in ("properties", "resume", "loading", "shards", "orders", "histories"):
         shutil.copy(ROOT / "tests" / "support" / f"{name}.py", folder)

@@ -1,6 +1,6 @@
-"""Names of other libraries that are not public: each is listed in docs/project/dependencies.md, and is still there.
+"""Check that private names of other libraries are listed in docs/project/dependencies.md and still exist.
 
-After an upgrade, some would be missed without an error: a compilation that is no longer recognized counts as a hang.
+After an upgrade, some could disappear without an error. For example, an unrecognized compilation counts as a hang.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ SOURCES = sorted(path for package in ("exactdata", "runner", "launch") for path 
 OURS = (*sys.stdlib_module_names, "exactdata", "runner", "launch")
 DOTTED = re.compile(r"torch(\.\w+)*\._[a-z]\w*(\.\w+)*")
 PREFIX = re.compile(r"_[a-z_]+\.")
-"""Of names of parameters, which a wrapper adds."""
+"""Prefix of parameter names that a wrapper adds."""
 PYTHONS = {name for of in (type, int, BaseException, Enum, sys, os, type(len)) for name in dir(of)}
 PYTHONS |= {"__float__", "__array_interface__", "_fields", "__version__", "__dataclass_fields__", "__wrapped__"}
-"""Documented by Python or by numpy."""
+"""Names that Python or numpy documents."""
 
 
 def listed() -> list[str]:
-    """The names that the page lists."""
+    """Return the names that the page lists."""
     section = (ROOT / "docs/project/dependencies.md").read_text().partition("## Private names")[2].partition("\n## ")[0]
     return re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE)
 
@@ -39,7 +39,7 @@ def private(name: str) -> bool:
 
 
 def used() -> Iterator[tuple[str, Path]]:
-    """Private names of others: with their module where that is imported or spelled out, else by themselves."""
+    """Yield private names of other libraries, with their module where the code imports or spells it out."""
     nodes = {path: list(ast.walk(ast.parse(path.read_text()))) for path in SOURCES}
     ours = {name for each in nodes.values() for node in each for name in made_by(node)} | PYTHONS
     for path, each in nodes.items():
@@ -51,7 +51,7 @@ def used() -> Iterator[tuple[str, Path]]:
 
 
 def made_by(node: ast.AST) -> list[str]:
-    """The name that is our own, as we make it: not an attribute that we set on a value of others."""
+    """Return the name that a node defines in our code. An attribute set on a foreign value does not count."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -60,7 +60,7 @@ def made_by(node: ast.AST) -> list[str]:
 
 
 def names_in(node: ast.AST, modules: dict[str, str], ours: set[str]) -> list[str]:
-    """What may be a private name of others."""
+    """Return candidates for private names of other libraries."""
     if isinstance(node, ast.ImportFrom | ast.Import):
         return [full for _, full in imported(node)]
     if isinstance(node, ast.Attribute):
@@ -79,7 +79,7 @@ def names_in(node: ast.AST, modules: dict[str, str], ours: set[str]) -> list[str
 
 
 def imported(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """What modules and names are called that an import makes known, and their names in full."""
+    """Yield (local name, full name) of each module and name that an import defines."""
     if isinstance(node, ast.Import):
         yield from ((each.asname or each.name.partition(".")[0], each.name) for each in node.names)
     elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -87,7 +87,7 @@ def imported(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def is_there(name: str) -> bool:
-    """Whether a name can still be found, in the source of its module: importing a compiler takes seconds."""
+    """Return whether a name is in the source of its module. Importing a compiler would take seconds."""
     module, spec, rest = name, None, list[str]()
     while spec is None:
         try:

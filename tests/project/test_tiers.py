@@ -1,4 +1,4 @@
-"""The tiers of the suite keep what they promise: fast tests stay fast, and four shards are the whole."""
+"""Check the tiers of the test suite: fast tests stay fast, and four shards contain all tests."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_promise():
 
 @pytest.mark.slow
 def test_unmarked_test_that_takes_long_fails(tmp_path: Path) -> None:
-    """By CPU seconds, its children's included; marked tests and fixtures that tests share have no limit."""
+    """Count CPU seconds, with children. Marked tests and shared fixtures have no limit."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_it.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow\n  promise(shown)\n")
@@ -82,7 +82,7 @@ def test_unmarked_test_that_takes_long_fails(tmp_path: Path) -> None:
     count=st.integers(1, 6),
 )
 def test_shards_together_are_the_whole(seconds: list[float], count: int) -> None:
-    """Each test is in exactly one shard, and no shard is longer than its part by more than its longest test."""
+    """Check that each test is in one shard, and that no shard is longer than its part plus its longest test."""
     names = [f"test_it.py::test_{number}" for number in range(len(seconds))]
     known = Durations(dict(zip(names, seconds, strict=True)), 0.1)
     shards = [known.shard(names, number, count) for number in range(1, count + 1)]

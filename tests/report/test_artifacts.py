@@ -1,4 +1,4 @@
-"""Images and texts of a run are listed and embedded: as many as fit, spread over the steps, and the rest is counted."""
+"""Check that the report lists a run's images and texts, embeds as many as fit, and counts the rest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_with(root: Path, contents: dict[str, bytes]) -> Path:
 
 
 def test_what_a_callback_logged_is_listed_by_name_and_step(tmp_path: Path) -> None:
-    """Under the names that it was logged under; not what else somebody put there, and nothing through a link."""
+    """Use the logged names. Leave out foreign files and links."""
     names = [file_name("a/b c", 20, "png"), file_name("a/b c", 3, "png"), file_name("said-1", 123456789, "txt")]
     run = run_with(tmp_path, dict.fromkeys([*names, "notes.txt", "x-00000001.jpg"], IMAGE))
     (run / "artifacts" / "link-00000001.txt").symlink_to("/etc/hostname")
@@ -53,7 +53,10 @@ def test_python_has_what_the_report_shows(tmp_path: Path) -> None:
 
 
 def test_as_many_as_fit_are_embedded_and_the_rest_is_counted(tmp_path: Path) -> None:
-    """The last step of each name comes first, then the first, then those between; what is no PNG file is left out."""
+    """Embed the last step of each name first, then the first step, then steps between.
+
+    Leave out files that are not PNG.
+    """
     texts = {f"said-{step:08d}.txt": b"x" * 100 for step in range(1, 10)}
     images = {f"drawn-{step:08d}.png": IMAGE for step in (1, 2)}
     run_with(

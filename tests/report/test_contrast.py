@@ -1,4 +1,4 @@
-"""The page is readable: WCAG 2.2 AA, 4.5 to 1 for text (1.4.3) and 3 to 1 for lines and controls (1.4.11)."""
+"""Check the page's contrast: WCAG 2.2 AA, 4.5 to 1 for text (1.4.3) and 3 to 1 for lines and controls (1.4.11)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ BEHIND = ("page", "panel", "chosen", "hover")
 
 
 def luminance(color: str) -> float:
-    """https://www.w3.org/TR/WCAG22/#dfn-relative-luminance"""
+    """Return the relative luminance of a color: https:
+
+    www.w3.org/TR/WCAG22/#dfn-relative-luminance.
+    """
     parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -35,7 +38,7 @@ def test_the_formula() -> None:
 
 
 def test_every_color_of_a_style_has_a_name() -> None:
-    """So that the next test knows all of them."""
+    """Make sure that the next test knows all colors."""
     rules = CSS[CSS.index("}") :]
     assert not re.findall(r"#[0-9a-f]{3,8}\b(?=[;\s,])|rgb|hsl", rules)
     assert set(re.findall(r"[{;] color: var\(--(\w+)\)", rules)) <= set(TEXTS)
@@ -49,7 +52,7 @@ def test_texts_can_be_read(text: str, behind: str) -> None:
 
 def test_lines_and_controls_can_be_seen() -> None:
     scripts = "".join(path.read_text() for path in PAGE.glob("*.js"))
-    drawn = set(re.findall(r'"(#[0-9a-f]{6})"', scripts)) - {"#eef0f3"}  # of the grid, which says nothing
+    drawn = set(re.findall(r'"(#[0-9a-f]{6})"', scripts)) - {"#eef0f3"}  # the grid carries no information
     assert len(drawn) > 15
     for color in (*drawn, NAMED["edge"], NAMED["accent"]):
         assert contrast(color, NAMED["page"]) >= 3, color

@@ -1,4 +1,4 @@
-"""Where the hours of every node went: the buckets are the whole time, whatever happened to the attempts."""
+"""Check where the hours of every node went: the buckets add up to the whole time, for any attempts."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_weeks_add_up_to_the_run(attempts: list[dict[str, Any]]) -> None:
 
 
 def test_attempt_over_several_weeks_is_divided_by_time() -> None:
-    """Three days of the first week, all of the second, four of the third; it waited before it began."""
+    """Divide an attempt that had three days in the first week, seven in the second and four in the third, after a wait."""
     line = {"started": MONDAY + 4 * DAY, "seconds": {"steps": 14 * DAY}, "kept_s": 14 * DAY, "queue_s": 60.0}
     weeks = goodput.by_week([line])
     assert {week: seconds["useful"] / DAY for week, seconds in weeks.items()} == pytest.approx(
@@ -104,7 +104,7 @@ def test_the_week_of_new_year_is_the_iso_week() -> None:
 
 
 def made(path: Path, *, status: dict[str, Any] | None = None, steps: int = 20) -> RunResults:
-    """A run of two nodes whose second attempt has not recorded its end; its first one lost what no checkpoint kept."""
+    """Return a run on two nodes. Its first attempt lost unsaved steps. Its second has no recorded end."""
     run = RunDir(path)
     (run.path / "checkpoints").mkdir(parents=True)
     run.config.write_text("seed: 0\n")
@@ -135,14 +135,14 @@ def test_steps_of_a_live_run_may_be_saved_yet(tmp_path: Path, state: str, repeat
 
 
 def test_steps_behind_a_corrupt_checkpoint_count_once() -> None:
-    """The second attempt resumed at 10 and not at 20, the third one at 30: what it repeated is known to the second."""
+    """Resume the second attempt at 10 instead of 20, and the third at 30. The repeated time is known to the second."""
     trained = {"10": 4.0, "20": 9.0}
     first = {"start_step": 0, "checkpoint_step": 20, "seconds": {"steps": 9.5}, "kept_s": 9.0, "trained": trained}
     second = {"start_step": 10, "checkpoint_step": 30, "seconds": {"steps": 8.0}, "kept_s": 8.0, "trained": {}}
     third = {"start_step": 30, "checkpoint_step": 40, "seconds": {"steps": 5.0}, "kept_s": 5.0}
     found = goodput.of_run(goodput.resumed([first, second, third]))
     assert (found["useful"], found["repeated"]) == (4.0 + 8.0 + 5.0, 5.5)
-    # All checkpoints were removed, and it began anew.
+    # All checkpoints were removed, and the run began anew.
     found = goodput.of_run(goodput.resumed([first, second, third, {**first, "kept_s": 9.5}]))
     assert (found["useful"], found["repeated"]) == (9.5, 9.5 + 8.0 + 5.0)
 
@@ -182,15 +182,15 @@ def test_json_has_seconds_by_run_and_week(tmp_path: Path, capsys: pytest.Capture
     assert found["attempts_without_account"] == 0
 
 
-# ---- a recount by hand: attempts that are really killed ------------------------------------------------------------
+# ---- a recount by hand, with attempts that are really killed -------------------------------------------------------
 
 STEPS, EVAL, SAVE = 36, 8, 10
-HELD = (14, 25, 31)  # after so many steps an attempt idles until it is disturbed
-SLOW = ("start", "data", "save", "evaluation", "end")  # each named as its bucket
+HELD = (14, 25, 31)  # an attempt idles after so many steps until a signal
+SLOW = ("start", "data", "save", "evaluation", "end")  # each named like its bucket
 
 
 class Recount:
-    """A run of four attempts, its events, and how long each of its processes lived, seen from outside."""
+    """A run of four attempts, its events, and the lifetimes of its processes, measured from outside."""
 
     def __init__(self, path: Path) -> None:
         self.file = path / "events.jsonl"
@@ -218,9 +218,9 @@ class Recount:
         self.lives.append(time.monotonic() - began)
 
     def _is_known(self, pid: int) -> bool:
-        """Whether the last heartbeat is later than the last event: then nothing of that can be missing."""
+        """Return whether the last heartbeat is later than the last event, so that it covers all events."""
         sign = read_carried(RunDir(self.run.path).lease)
-        if sign.get("attempt") != len(self.lives) + 1:  # still that of the one before
+        if sign.get("attempt") != len(self.lives) + 1:  # still the sign of the previous attempt
             return False
         mine = [event for event in timed.events(self.file) if event["pid"] == pid]
         known = sum(sign.get("time", {}).get("seconds", {}).values())
@@ -228,12 +228,12 @@ class Recount:
 
     @staticmethod
     def _process_began(pid: int) -> float:
-        """On the monotonic clock; the kernel counts in hundredths of a second."""
+        """Return the start of a process on the monotonic clock. The kernel counts in hundredths of a second."""
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         return ticks / os.sysconf("SC_CLK_TCK") + time.monotonic() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def events(self, number: int) -> list[dict[str, Any]]:
-        """Of one attempt."""
+        """Return the events of one attempt."""
         found = timed.events(self.file)
         pids = list(dict.fromkeys(event["pid"] for event in found))
         return [event for event in found if event["pid"] == pids[number]]
@@ -253,13 +253,13 @@ EACH = pytest.mark.parametrize("number", range(4))
 @pytest.mark.slow
 @EACH
 def test_recounted_the_activities_are_the_life_of_the_process(recount: Recount, number: int) -> None:
-    """Of the two that were killed, too: at least up to the last thing that they did, and no second is counted twice."""
+    """Check killed attempts up to their last recorded activity. No second counts twice."""
     attempt, events = recount.attempts[number], recount.events(number)
     assert attempt["cause"] == ["killed", "killed", "interrupted", "finished"][number]
     total = sum(attempt["seconds"].values())
-    # What this process saw from outside: from before the start to after the end.
+    # This process measured the life from before the start to after the end.
     assert events[-1]["to"] - events[0]["from"] < total < recount.lives[number] + 0.01
-    # Nothing is done between the steps: only what was slow, what the machine took for it, and the idling at the end.
+    # Only slow parts, the machine's time for them, and the idling at the end take time between steps.
     slept = sum(sum(recount.slept(number, what)) for what in ("step", *SLOW))
     assert total > attempt["seconds"]["start"] - timed.SLEEP_S + slept
 
@@ -267,7 +267,7 @@ def test_recounted_the_activities_are_the_life_of_the_process(recount: Recount, 
 @pytest.mark.slow
 @EACH
 def test_recounted_every_slow_part_is_in_its_bucket(recount: Recount, number: int) -> None:
-    """Each bucket has at least what was measured inside, and so none can have what belongs to another."""
+    """Check that each bucket has at least its measured time, so that none has the time of another."""
     attempt = recount.attempts[number]
     found = goodput.of_attempt(attempt)
     for bucket in SLOW:
@@ -275,7 +275,7 @@ def test_recounted_every_slow_part_is_in_its_bucket(recount: Recount, number: in
     assert len(recount.slept(number, "start")) == 2
     assert len(recount.slept(number, "end")) == (attempt["cause"] == "finished")
     steps = recount.slept(number, "step")
-    assert len(steps) == attempt["end_step"] - attempt["start_step"] + (attempt["cause"] == "killed")  # one is idling
+    assert len(steps) == attempt["end_step"] - attempt["start_step"] + (attempt["cause"] == "killed")  # the last idles
     kept = attempt["checkpoint_step"] - attempt["start_step"]
     assert found["useful"] >= sum(steps[:kept]) - 0.001
     assert found["repeated"] >= sum(steps[kept : attempt["end_step"] - attempt["start_step"]]) - 0.001
@@ -289,11 +289,11 @@ def test_recounted_every_slow_part_is_in_its_bucket(recount: Recount, number: in
 
 @pytest.mark.slow
 def test_recounted_over_all_attempts_every_step_is_useful_once(recount: Recount) -> None:
-    """Of all steps that were made, those that are repeated were slept through twice, the others once."""
+    """Count the sleeps: two for each repeated step, one for the others."""
     made_steps = sum(len(recount.slept(number, "step")) for number in range(4))
     lost = sum(attempt["steps_lost"] for attempt in recount.attempts)
     assert lost > 0
-    assert made_steps == STEPS + lost + 2  # in two of them it idled when it was killed
+    assert made_steps == STEPS + lost + 2  # the attempt idled in two of them when it was killed
     found = read_run(RunDir(recount.run.path), recount.run.path.parent, 100).seconds
     assert found["useful"] >= STEPS * timed.SLEEP_S
     assert found["repeated"] >= lost * timed.SLEEP_S

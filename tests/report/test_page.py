@@ -1,4 +1,4 @@
-"""The page in a real Chromium: it opens from a file, needs no network, draws, filters and groups without an error."""
+"""Open the page in a real Chromium from a file, without a network: it draws, filters and groups without an error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of two runs of a mixture that were trained, and a fork."""
+    """Return the page of two trained runs of a mixture, and a fork."""
     executable()
     root = tmp_path_factory.mktemp("trained") / "outputs"
     overrides = ["data=mixture", "train.steps=24", "eval.every_steps=6", "eval.batches=1", f"run.root={root}"]
@@ -56,7 +56,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sixty(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of sixty runs: three temperatures, four learning rates, five seeds."""
+    """Return the page of sixty runs: three temperatures, four learning rates, five seeds."""
     root = tmp_path_factory.mktemp("sixty") / "outputs"
     for number in range(60):
         seed, lr, temperature = number % 5, 0.1 ** (number // 5 % 4), 1.0 + number // 20
@@ -87,7 +87,7 @@ def choose(page: Chromium, control: str, value: str) -> None:
 
 
 def curves(page: Chromium) -> list[dict[str, Any]]:
-    """The curves that are drawn: name, first and last x, number of points, whether it has a color."""
+    """Return the drawn curves: name, first and last x, number of points, whether it has a color."""
     script = """[...document.getElementById('curves').data].filter((t) => t.hoverinfo !== 'skip').map((t) => ({
         name: t.name, first: t.x[0], last: t.x[t.x.length - 1], legend: t.showlegend !== false}))"""
     return list(page.evaluate(script))
@@ -98,7 +98,7 @@ def texts(page: Chromium, selector: str) -> list[str]:
 
 
 def is_painted(page: Chromium, plot: str) -> bool:
-    """Whether a plot has lines that take up room on the screen."""
+    """Return whether a plot has visible lines of some size."""
     script = f"[...document.querySelectorAll('#{plot} path')].some((p) => p.getBoundingClientRect().width > 50)"
     return bool(page.evaluate(f"{script} || Boolean(document.querySelector('#{plot} .gl-canvas'))"))
 
@@ -111,7 +111,7 @@ def test_two_runs_and_a_fork(browser: Chromium, trained: Path) -> None:
     assert is_painted(page, "curves")
     assert len(curves(page)) == 3
     (branch,) = [curve for curve in curves(page) if curve["name"].startswith("fork")]
-    assert branch["first"] >= 18  # it begins where it left its trunk
+    assert branch["first"] >= 18  # the step at which it left its trunk
     assert len(texts(page, "#runs tbody tr")) == 3
     assert "from step 20" in texts(page, "#forks")[0]
     assert is_painted(page, "sources")
@@ -138,7 +138,7 @@ def test_sixty_runs(browser: Chromium, sixty: Path) -> None:
     page = browser
     page.open(sixty)
     assert len(curves(page)) == 60
-    assert sum(curve["legend"] for curve in curves(page)) <= 9  # the best, and the chosen one
+    assert sum(curve["legend"] for curve in curves(page)) <= 9  # the best and the chosen run
     assert len(texts(page, "#runs tbody tr")) == 60
     assert texts(page, "#runs tr.chosen td:first-child") == ["1"]  # the best is shown first
     choose(page, "filter", "temperature=2 LR=0.01")
@@ -146,9 +146,9 @@ def test_sixty_runs(browser: Chromium, sixty: Path) -> None:
     assert texts(page, "#shown") == ["5 of 60 runs"]
     choose(page, "filter", "temperature=2.0 lr=1e-2")
     assert texts(page, "#shown") == ["5 of 60 runs"]
-    choose(page, "filter", "seed=1 temperature=")  # not yet a number
+    choose(page, "filter", "seed=1 temperature=")  # not a number yet
     assert texts(page, "#shown") == ["12 of 60 runs"]
-    choose(page, "filter", "lr=0")  # and not 0.1
+    choose(page, "filter", "lr=0")  # not 0.1
     assert texts(page, "#shown") == ["0 of 60 runs"]
     choose(page, "filter", "nothing like this")
     assert curves(page) == []
@@ -179,7 +179,7 @@ def test_sixty_runs(browser: Chromium, sixty: Path) -> None:
 
 @pytest.mark.slow
 def test_a_branch_has_no_evaluations_before_it_began(browser: Chromium, trained: Path) -> None:
-    """Its metrics begin with those of its trunk, which were evaluated at another time."""
+    """Check that the evaluations of its trunk, made at other times, are left out."""
     browser.open(trained)
     runs = browser.evaluate("JSON.parse(document.getElementById('data').textContent).runs")
     (branch,) = [run for run in runs if run["fork"]]
@@ -189,7 +189,7 @@ def test_a_branch_has_no_evaluations_before_it_began(browser: Chromium, trained:
 
 @pytest.mark.slow
 def test_long_names_keep_the_end_in_which_they_differ(browser: Chromium, tmp_path: Path) -> None:
-    """In the legend, the table and beside the bars; and a last value that is not finite is not an empty cell."""
+    """Check legend, table and bars. Also check that a last value that is not finite is not an empty cell."""
     names = [f"{'long-' * 30}{end}" for end in ("first", "second")]
     for name, last in zip(names, (1.0, math.nan), strict=True):
         attempt = {"attempt": 1, "started": 1e9, "ended": 1e9 + 9, "start_step": 0, "end_step": 2, "cause": "finished"}
@@ -209,7 +209,7 @@ def test_long_names_keep_the_end_in_which_they_differ(browser: Chromium, tmp_pat
 
 @pytest.mark.slow
 def test_names_are_shown_as_text(browser: Chromium, sixty: Path) -> None:
-    """In tables, legends, labels and menus: nothing of a name becomes an element, and nothing runs."""
+    """Check tables, legends, labels and menus: no part of a name becomes an element or runs."""
     page = browser
     page.open(sixty)
     choose(page, "filter", "onerror")
@@ -225,7 +225,7 @@ def test_names_are_shown_as_text(browser: Chromium, sixty: Path) -> None:
 
 @pytest.fixture(scope="module")
 def varied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of nine runs with all that used to push the results off the screen, and images, texts and a fork."""
+    """Return the page of nine runs with many settings, with images, texts and a fork."""
     root = tmp_path_factory.mktemp("varied") / "outputs"
     for number in range(9):
         loss = [4.0 - number / 9, 3.0 - number / 9]
@@ -258,7 +258,7 @@ def varied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("width", [1400, 700])
 @pytest.mark.slow
 def test_the_results_are_on_the_screen_whatever_else_differs(browser: Chromium, varied: Path, width: int) -> None:
-    """Last, best and its step come before the settings, and nothing is wider than the window."""
+    """Check that last, best and its step come before the settings, and that nothing is wider than the window."""
     page = browser
     page.open(varied, width)
     page.wait_for(f"document.documentElement.scrollWidth <= {width}")
@@ -289,7 +289,7 @@ def test_a_fork_is_below_its_trunk_and_only_results_are_ranked(browser: Chromium
 
 @pytest.mark.slow
 def test_the_address_keeps_what_is_chosen(browser: Chromium, varied: Path) -> None:
-    """Columns, panels, smoothing, two runs. An address that does not fit the page is ignored."""
+    """Restore columns, panels, smoothing and two runs. Ignore an address that does not fit the page."""
     page = browser
     page.open(varied)
     page.evaluate("document.querySelector('#columns input[value=\"setting data.tokenizer\"]').click()")
@@ -337,7 +337,7 @@ def test_images_and_texts_of_runs_are_beside_each_other(browser: Chromium, varie
 
 @pytest.mark.slow
 def test_the_keyboard_reaches_everything(browser: Chromium, varied: Path) -> None:
-    """Tab goes to every control, Enter sorts and chooses a run, and the focus stays where it was."""
+    """Reach every control with Tab, sort and choose a run with Enter, and check that the focus stays."""
     page = browser
     page.open(varied, 700)
     seen: set[str] = set()
@@ -361,7 +361,7 @@ def test_the_keyboard_reaches_everything(browser: Chromium, varied: Path) -> Non
 
 @pytest.mark.slow
 def test_the_page_of_one_run(browser: Chromium, varied: Path, tmp_path: Path) -> None:
-    """Its curves, images, config, code and attempts, and nothing that compares."""
+    """Check that it shows curves, images, config, code and attempts, and no comparisons."""
     run = next(iter(sorted(varied.parent.glob("sweep*"))))
     assert command_line(["report", str(run), "--html", str(tmp_path / "one.html")]) == 0
     page = browser
@@ -379,7 +379,7 @@ def test_the_page_of_one_run(browser: Chromium, varied: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_odd_runs_make_no_error(browser: Chromium, tmp_path: Path) -> None:
-    """Without metrics, crashed, unreadable, with nothing but NaN, and a branch of itself."""
+    """Draw runs without metrics, crashed, unreadable, with only NaN, and a branch of itself."""
     write_run(tmp_path / "none", [], state="failed")
     (write_run(tmp_path / "damaged") / "config.yaml").write_text("a: [1\n")
     write_run(tmp_path / "nan", losses([math.nan, math.nan]), seed=2, settings={"model.width": None})
@@ -396,7 +396,7 @@ def test_odd_runs_make_no_error(browser: Chromium, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_page_that_is_written_again_reloads_itself(browser: Chromium, tmp_path: Path) -> None:
-    """What was chosen stays so."""
+    """Check that the choices on the page survive the reload."""
     path = tmp_path / "report.html"
 
     def write(runs: int, refresh_s: float | None) -> None:
@@ -412,7 +412,7 @@ def test_a_page_that_is_written_again_reloads_itself(browser: Chromium, tmp_path
     write(3, 0.5)
     browser.evaluate("location.reload()")
     browser.wait_for("document.getElementById('shown') && document.getElementById('shown').innerText === '2 of 3 runs'")
-    write(5, None)  # this time by itself
+    write(5, None)  # the page reloads on a timer
     browser.wait_for("document.getElementById('shown') && document.getElementById('shown').innerText === '3 of 4 runs'")
     assert browser.evaluate("document.getElementById('filter').value") == "lr=0.1"
     assert browser.evaluate("document.getElementById('metric').value") == "loss"
@@ -435,7 +435,7 @@ def test_a_page_in_which_somebody_has_zoomed_waits(browser: Chromium, tmp_path: 
 @pytest.mark.parametrize("width", [1400, 700])
 @pytest.mark.slow
 def test_nothing_is_wider_than_the_window(browser: Chromium, sixty: Path, trained: Path, width: int) -> None:
-    """Wide tables scroll by themselves."""
+    """Scroll wide tables inside their own area."""
     page = browser
     for path in (trained, sixty):
         page.open(path, width)
@@ -445,7 +445,7 @@ def test_nothing_is_wider_than_the_window(browser: Chromium, sixty: Path, traine
 
 @pytest.mark.slow
 def test_a_group_of_runs_of_different_lengths(browser: Chromium, tmp_path: Path) -> None:
-    """Its mean and its band are of one step of the finished runs, as on the terminal."""
+    """Check that mean and band are those of one step of the finished runs, as on the terminal."""
     for seed, (count, state) in enumerate([(20, "finished"), (60, "finished"), (7, "interrupted")]):
         records = losses([1.0 + seed + 1 / step for step in range(1, count + 1)])
         write_run(tmp_path / "outputs" / f"s{seed}", records, state, seed=seed)

@@ -1,4 +1,4 @@
-"""`runner report`: what it says of runs is so, in every form, and mistakes are one line."""
+"""Check `runner report`: its output is correct in every format, and argument errors are one line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Report = Callable[..., str]
 
 @pytest.fixture
 def report(capsys: pytest.CaptureFixture[str]) -> Report:
-    """Runs the command, which must end well; what it prints."""
+    """Run the command, which must succeed, and return its output."""
 
     def run(*arguments: object) -> str:
         assert command_line(["report", *map(str, arguments)]) == 0, capsys.readouterr().err
@@ -45,7 +45,7 @@ def as_json(report: Report, *arguments: object) -> dict[str, Any]:
 
 
 def page_data(path: Path) -> dict[str, Any]:
-    """What the script of a page reads."""
+    """Return the data that the script of a page reads."""
     found = re.search(r'<script id="data" type="application/json">(.*?)</script>', path.read_text(), re.DOTALL)
     assert found
     return dict(json.loads(found[1], parse_constant=pytest.fail))
@@ -62,7 +62,7 @@ def replace_by_fifo(run: Path) -> None:
 
 
 def mistake(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The one line of an error."""
+    """Return an error's only line."""
     assert command_line(["report", *map(str, arguments)]) in (1, 2)
     error = capsys.readouterr().err
     assert error.startswith("error: ")
@@ -72,7 +72,7 @@ def mistake(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
-    """Two temperatures by three seeds, of which one has failed and one has diverged."""
+    """Return six runs: two temperatures by three seeds, of which one has failed and one has diverged."""
     root = tmp_path / "outputs"
     for temperature in (1.0, 2.0):
         for seed in (1, 2, 3):
@@ -104,7 +104,7 @@ def test_the_last_the_best_and_its_step(sweep: Path, report: Report) -> None:
 
 
 def test_groups_are_means_over_the_runs_that_did_not_fail(sweep: Path, report: Report) -> None:
-    """With the sample standard deviation; failed runs are counted, and a run that diverged has no last value."""
+    """Check the sample standard deviation. Failed runs are counted, and a diverged run has no last value."""
     for arguments in ([], ["--by", "sampler.temperature"]):
         one, two = as_json(report, sweep, *arguments)["groups"]
         assert (one["by"], one["n"], one["failed"]) == ({"sampler.temperature": 1.0}, 3, 0)
@@ -121,7 +121,7 @@ def test_groups_are_means_over_the_runs_that_did_not_fail(sweep: Path, report: R
 
 
 def test_a_mean_is_of_runs_that_finished_and_of_one_step(tmp_path: Path, report: Report) -> None:
-    """Of runs of different lengths, of the largest step that all of them have a value for."""
+    """Compare runs of different lengths at the largest step for which all have a value."""
     for seed, (count, state) in enumerate([(20, "finished"), (60, "finished"), (53, "interrupted"), (5, "failed")]):
         write_run(tmp_path / f"s{seed}", losses([seed + 10.0 / step for step in range(1, count + 1)]), state, seed=seed)
     (group,) = as_json(report, tmp_path)["groups"]
@@ -143,7 +143,7 @@ def test_runs_of_equal_length_need_no_step_in_the_table(tmp_path: Path, report: 
 def test_runs_of_different_lengths_compare_at_the_shorter_end(
     tmp_path: Path, report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of their curves only a part is kept, and that step in any case; on the page, too."""
+    """Check the page, too, where only a part of the curves is kept, with that step in any case."""
     monkeypatch.setattr(cli_report, "MAX_POINTS", 50)
     monkeypatch.setattr(cli_report, "MIN_POINTS", 50)
     for seed, count in ((1, 1237), (2, 3000)):
@@ -200,7 +200,7 @@ def test_every_form_says_the_same_numbers(sweep: Path, report: Report, tmp_path:
 
 
 def test_the_records_of_all_steps_as_csv(tmp_path: Path, report: Report) -> None:
-    """One row per run and step, an evaluation in the row of its step."""
+    """Write one row per run and step. An evaluation is in the row of its step."""
     records: list[dict[str, Any]] = [{"step": 1, "loss": 2.5, "digest": "ab", "by": {"a": 3}}]
     records.append({"step": 2, "loss": 2.0})
     write_run(tmp_path / "runs" / "x", [*records, {"step": 2, "eval_loss": 1.5}])
@@ -213,7 +213,7 @@ def test_the_records_of_all_steps_as_csv(tmp_path: Path, report: Report) -> None
 
 
 def test_the_csv_repeats_what_a_source_has_given(tmp_path: Path, report: Report) -> None:
-    """A line of metrics.jsonl leaves out the sources that have not changed."""
+    """Repeat the values of sources that a line of metrics.jsonl leaves out because they have not changed."""
     sources = [{"a": {"samples": 2}, "b": {"samples": 0}}, {"b": {"samples": 1}}]
     records = [{"step": step, "loss": 1.0, "sources": each} for step, each in enumerate(sources, 1)]
     write_run(tmp_path / "runs" / "x", records)
@@ -243,7 +243,7 @@ def test_evaluations_made_later_are_part_of_the_run(tmp_path: Path, report: Repo
     for line, name in zip([*map(json.dumps, lines), '{"step"'], ("2-cd34", "1-ab12", "3-ab12"), strict=True):
         (run / "evaluations" / f"step_0000000{name}.json").write_text(line)
     (one,) = as_json(report, tmp_path)["runs"]
-    assert one["metrics"]["eval_loss"] == {"last": 2.0, "best": 2.0, "best_step": 2}  # the run's own
+    assert one["metrics"]["eval_loss"] == {"last": 2.0, "best": 2.0, "best_step": 2}  # the result of the run
     assert one["metrics"]["eval_loss@ab12"]["last"] == 5.0
     assert one["metrics"]["eval_loss_by_source@ab12/a"]["last"] == 6.0
 
@@ -275,12 +275,12 @@ def test_branch_is_below_its_own_trunk(tmp_path: Path, report: Report) -> None:
     assert data["runs"][low["fork"]["index"]]["name"] == "b/base"
 
 
-# ---- what is a result, and what has a column
+# ---- results and columns
 
 
 @pytest.mark.promise("runs are ranked by what is known to be better, and by nothing else")
 def test_metrics_without_a_known_direction_are_not_ranked(tmp_path: Path, report: Report) -> None:
-    """A loss is, an accuracy, and what the config judges by; anything else once somebody says it."""
+    """Rank a loss, an accuracy and the config's metric. Rank other metrics only with a declared direction."""
     for number in (1, 2, 3):
         records = [
             {
@@ -316,7 +316,7 @@ def write_page(report: Report, root: Path) -> Path:
 
 
 def test_columns_are_short_settings_that_can_change_a_result(tmp_path: Path, report: Report) -> None:
-    """And that most runs have; all others can be chosen, and what is the same in all runs is there once."""
+    """Also require that most runs have the setting. Others can be chosen, and common values appear once."""
     for number in range(3):
         settings: dict[str, Any] = {
             "optimizer.lr": 0.1 * number,
@@ -344,11 +344,11 @@ def test_a_page_of_nine_small_runs_is_small(tmp_path: Path, report: Report) -> N
     assert write_page(report, tmp_path).stat().st_size < 2_300_000
 
 
-# ---- where the runs are
+# ---- paths of runs
 
 
 def test_any_way_to_name_the_runs(sweep: Path, report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relative or absolute, through a link, moved, one run by itself, two by name: each run is there once."""
+    """Pass paths that are relative, absolute, linked or moved, of one run or two. Each run appears once."""
     every = [run["run"] for run in as_json(report, sweep)["runs"]]
     monkeypatch.chdir(sweep.parent)
     assert [run["run"] for run in as_json(report)["runs"]] == every
@@ -378,7 +378,7 @@ def test_a_run_that_is_removed_meanwhile_is_left_out(
 
 
 def test_foreign_and_damaged_directories_hide_no_run(sweep: Path, report: Report) -> None:
-    """Each is shown as unreadable with its reason, or is no run at all."""
+    """Show each as unreadable with the reason, or leave it out."""
     (sweep / "notes").mkdir()
     (sweep / "notes" / "metrics.jsonl").write_text("not ours")
     damages: dict[str, Callable[[Path], object]] = {
@@ -432,7 +432,7 @@ def test_impossible_times_of_an_attempt_are_left_out(tmp_path: Path, report: Rep
 
 
 def test_a_run_under_way(tmp_path: Path, report: Report) -> None:
-    """Half a last line, no end, no attempt yet."""
+    """Read a run with half a last line, no end, and no attempt yet."""
     run = write_run(tmp_path / "outputs" / "x", losses([3.0]), state="running")
     append(run / "metrics.jsonl", '{"step": 2, "eval_lo')
     (run / "attempts.jsonl").unlink()
@@ -522,13 +522,13 @@ def test_watching_refreshes_until_ctrl_c(sweep: Path, report: Report, monkeypatc
     assert (out.count("wrote "), out.count("0.1250  4")) == (2, 1)
     found = page_data(sweep / "report.html")
     assert found["runs"]
-    assert found["refresh"] is None  # nothing is to come
+    assert found["refresh"] is None  # no update is expected
 
 
 def test_the_command_runs_once_the_sweep_has_ended(
     sweep: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not while a run waits or trains, and not between two runs of a sweep on this machine, of which one is to come."""
+    """Do not run it while a run waits or trains, or between two runs of a local sweep."""
     from runner.cli.look import report as module
 
     states = [{"t1-s1": "running"}, {"t1-s1": "not started"}, {"t1-s1": "pending"}, {"t1-s1": "finished"}]
@@ -546,7 +546,7 @@ def test_the_command_runs_once_the_sweep_has_ended(
     monkeypatch.setattr(clock, "sleep", lambda s: slept.append((s, page_data(sweep / "report.html")["refresh"])))
     command = f'echo "$RUNNER_SUMMARY, $RUNNER_FINISHED of $RUNNER_RUNS" >> {sweep}/told'
     assert command_line(["report", str(sweep), "--notify", command]) == 0
-    assert slept == [(30.0, 30.0)] * 3  # the page loads itself again as often
+    assert slept == [(30.0, 30.0)] * 3  # the page reloads at the same interval
     assert page_data(sweep / "report.html")["refresh"] is None
     assert (sweep / "told").read_text() == "5 of 6 runs finished, 5 of 6\n"
 

@@ -1,4 +1,4 @@
-"""The section of a search on the page: what it shows follows from the journal, recounted here in a few lines."""
+"""Check the section of a search on the page against a short recount of the journal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ CLAIM = {"repeat": 0, "slot": 0, "fence": 1}
 
 
 def a_search(trials: int = 12, repeats: int = 1) -> Journal:
-    """Lower rates are better. Trial 1 diverges and trial 2 fails. The last two are promoted, one of them to its end."""
+    """Return a search in which lower rates are better.
+
+    Trial 1 diverges and trial 2 fails. The last two are promoted, one of them to its end.
+    """
     made = Journal(repeats)
     made.add({"entry": "settings", "trials": trials, "rungs": [2, 4, None]})
 
@@ -50,7 +53,7 @@ def a_search(trials: int = 12, repeats: int = 1) -> Journal:
 
 
 def write_search(path: Path, journal: Journal) -> None:
-    """Write a search, and a run beside it."""
+    """Write a search and a run next to it."""
     path.mkdir(parents=True)
     record = {"format": 1, "rules": RULES.to_json(), "config": {}, "digest": "0", "directory": "/"}
     (path / "search.json").write_text(json.dumps(record))
@@ -83,7 +86,7 @@ def test_every_trial_counts_and_finite_results_are_drawn() -> None:
 def test_importance_is_the_share_of_the_variance_of_ranks() -> None:
     found = importance([LR, KIND], a_search())
     assert (found["step"], found["results"]) == (2, 10)
-    ranks = list(range(10, 0, -1))  # trials 0 and 3 to 11, of ever lower rates and results; two bins; kinds by number
+    ranks = list(range(10, 0, -1))  # trials 0 and 3 to 11 with falling rates and results; two bins; kinds by number
     within = 2 * sum((each - 3) ** 2 for each in range(1, 6))
     assert found["shares"][0] == pytest.approx(1 - (within / 8) / (sum((each - 5.5) ** 2 for each in ranks) / 9))
     assert found["shares"][1] < 0.05
@@ -115,7 +118,7 @@ def test_the_report_has_a_section_for_each_search(tmp_path: Path, capsys: pytest
 
 @pytest.mark.slow
 def test_the_page_draws_the_searches(tmp_path: Path) -> None:
-    """With all plots, with only the sentences of an empty one, and never wider than the window."""
+    """Draw all plots, or only the sentences of an empty search, never wider than the window."""
     executable()
     write_search(tmp_path / "outputs" / "first", a_search())
     write_search(tmp_path / "outputs" / "second", Journal())

@@ -1,4 +1,4 @@
-"""Metrics are read as they were written, however many there are and whatever else a file contains."""
+"""Check that metrics are read as they were written, for any number of them and any other content of the file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ records = st.dictionaries(names, values | st.dictionaries(names, values, max_siz
 
 
 def plainly(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """(step, number) by name, read one by one."""
+    """Return (step, number) by name, read line by line."""
     found: dict[str, list[tuple[int, float]]] = {}
 
     def add(step: int, record: dict[str, Any], prefix: str) -> None:
@@ -44,7 +44,7 @@ def assert_reads(path: Path, lines: list[dict[str, Any]]) -> None:
     read = read_series(path)
     assert set(read) <= set(expected)
     for name, points in expected.items():
-        if name not in read:  # only where it never was a number
+        if name not in read:  # only if it never was a number
             assert all(math.isnan(value) for _, value in points)
             continue
         found = zip(read[name].steps.tolist(), read[name].values.tolist(), strict=True)
@@ -55,7 +55,7 @@ def assert_reads(path: Path, lines: list[dict[str, Any]]) -> None:
 def test_any_lines_are_read_as_one_by_one(
     tmp_path: Path, shapes: list[dict[str, Any]], cut: bool, data: st.DataObject
 ) -> None:
-    """Alike or not, with texts, lists, gaps, escapes, NaN: a block at a time gives what a plain reader gives."""
+    """Compare the reader of blocks with a line-by-line reader: texts, lists, gaps, escapes, NaN."""
     lines = [{"step": step, **data.draw(st.sampled_from(shapes)), "digest": f"{step:08x}"} for step in range(1, 80)]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + ('{"step": 80, "loss"' if cut else ""))
@@ -71,7 +71,7 @@ def test_numbers_are_read_to_the_last_bit(tmp_path: Path, column: list[float | N
 
 
 def test_lines_of_one_shape_and_other_names_are_told_apart(tmp_path: Path) -> None:
-    """A batch has now these sources and now those, with names of one length."""
+    """Use batches with changing sources whose names have the same length."""
     lines = [{"step": step, "by": {"ab" if step % 3 else "cd": step / 7}, "x": 1} for step in range(200)]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -79,7 +79,7 @@ def test_lines_of_one_shape_and_other_names_are_told_apart(tmp_path: Path) -> No
 
 
 def test_lines_that_hardly_two_of_have_the_same_names(tmp_path: Path) -> None:
-    """A batch from a few of many sources: lines that no others are like."""
+    """Use batches with a few of many sources, so that lines rarely share their names."""
     lines = [
         {"step": step, "loss": 1 / step, "by": {f"s{(step * k) % 97:02}": step / k for k in (1, 7, 11)}, "on": True}
         for step in range(1, 400)
@@ -91,7 +91,7 @@ def test_lines_that_hardly_two_of_have_the_same_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [3, 60])
 def test_a_source_that_is_not_named_has_what_it_had(tmp_path: Path, count: int) -> None:
-    """Between two points of a series the line is straight: there is a point before each change, and one at the end."""
+    """Check the points before each change and at the end, because a plot draws straight lines between points."""
     path, steps, given = tmp_path / "metrics.jsonl", 300, dict.fromkeys(range(count), 0)
     lines: list[dict[str, Any]] = []
     at: dict[int, dict[int, Any]] = {number: {} for number in given}
