@@ -1,4 +1,4 @@
-"""`python -m simulation`, with tests/ in PYTHONPATH: see `simulation.command`."""
+"""Run `python -m simulation`, with tests/ in PYTHONPATH: see `simulation.command`."""
 
 from __future__ import annotations
 

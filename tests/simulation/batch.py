@@ -1,9 +1,9 @@
-"""The batch script of a simulated job: its real text in a real bash, which asks the world to run commands.
+"""Run the real batch script of a simulated job in a real bash, which asks the world to run commands.
 
-`scontrol`, `srun`, `sleep`, `date`, `rm` and `echo` are shell functions that send their words through a pipe and wait
-for the answer. Bash itself reads and writes the marker files in a real folder, a copy of the simulated one: what it has
-changed there is carried over whenever it asks, and what others have changed is put there before it continues. What
-happens between two questions is therefore one moment.
+`scontrol`, `srun`, `sleep`, `date`, `rm` and `echo` are shell functions that send their arguments through a pipe and
+wait for the answer. Bash reads and writes the marker files in a real folder, a copy of the simulated one. At each
+request, the changes of bash are copied to the simulated folder, and other changes to the real folder before bash
+continues. All actions between two requests therefore happen at one moment.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Answer = tuple[int, str]
 
 @cache
 def _place() -> Path:
-    """Where the copies of marker files are; removed when this process ends."""
+    """Return the folder for copies of marker files. It is removed when this process ends."""
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     holder = tempfile.TemporaryDirectory(prefix="runner-batch-", dir=shared)
     _KEPT.append(holder)
@@ -56,16 +56,16 @@ _KEPT: list[tempfile.TemporaryDirectory[str]] = []
 
 
 class Batch:
-    """One start of a batch script, within a thread of its simulated process.
+    """One start of a batch script, in a thread of its simulated process.
 
     Args:
-        world: where it runs.
+        world: the world of the process.
         disk: the files of that world.
-        text: the script.
-        folder: of the marker files, on the simulated disk.
-        mark: how the names of the marker files begin.
-        environment: of the script.
-        commands: what `scontrol`, `srun`, `sleep`, `date` and `echo` do with their words.
+        text: content of the script.
+        folder: folder of the marker files, on the simulated disk.
+        mark: prefix of the names of the marker files.
+        environment: environment variables of the script.
+        commands: implementations of `scontrol`, `srun`, `sleep`, `date` and `echo`.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Batch:
         self._prefix = f"{mark}."
         self._environment = environment
         self._commands = commands
-        self._copy = _place() / f"{os.getpid()}-{world.number()}"  # a process forked from this one has the same place
+        self._copy = _place() / f"{os.getpid()}-{world.number()}"  # a fork of this process has the same place
         self._text = FUNCTIONS + text.replace(str(folder), str(self._copy))
         self._known: dict[str, bytes] = {}
 
     def run(self) -> int:
-        """Run it to its end; the exit status."""
+        """Run the script to its end and return its exit status."""
         os.mkdir(self._copy)
         try:
             with self._bash() as (bash, asked, answers):
@@ -140,7 +140,7 @@ class Batch:
         self._known.pop(name, None)
 
     def _bring(self) -> None:
-        """Carry what bash has written over to the simulated disk."""
+        """Copy bash's changes to the simulated disk."""
         for name in sorted(os.listdir(self._copy)):
             path = self._copy / name
             if path.is_dir():
@@ -156,14 +156,14 @@ class Batch:
                         files.close_fd(fd)
 
     def _fetch(self) -> None:
-        """Show bash the marker files as they are now; on a full disk it can create none."""
+        """Copy the present marker files to bash's folder. On a full disk bash can create none."""
         found = self._disk.files_in(self._folder)
         there = {name: data for name, data in found.items() if name.startswith(self._prefix)}
         starts = f"{self._prefix}starts"
         if self._disk.full and starts not in there:
             if not (self._copy / starts).is_dir():
                 (self._copy / starts).unlink(missing_ok=True)
-                (self._copy / starts).mkdir()  # what cannot be written to
+                (self._copy / starts).mkdir()  # a directory, to which bash cannot write
         elif (self._copy / starts).is_dir():
             (self._copy / starts).rmdir()
         for name in os.listdir(self._copy):

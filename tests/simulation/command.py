@@ -1,4 +1,4 @@
-"""`make simulate`: the runner's own code in a simulated world, under many schedules, or one of them again.
+"""Run `make simulate`: the runner's code in a simulated world, under many schedules, or one schedule again.
 
 make simulate ARGS="--schedules 2000"
 make simulate ARGS="--scenario lease --seed 17.3"
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 ALL = "all"
 DEFAULT_SCHEDULES = 1000
-SEEDS = 10**9  # a search without --seed begins somewhere below
+SEEDS = 10**9  # a search without --seed starts at a random number below this one
 MAX_MINUTES = 60 * 24 * 30
 SAME_EVERYWHERE = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-"""With these variables a seed is the same story in every process: the order of sets and of sums does not vary."""
+"""Variables that make a seed the same story in every process: they fix the order of sets and of sums."""
 DESCRIPTION = """\
 Play schedules of simulated processes, which run the runner's own code: who continues when, and what befalls whom,
 follows from a seed. With --seed, and without --schedules and --minutes, tell the story of one schedule.
@@ -66,12 +66,12 @@ class Options:
 
     @property
     def replays(self) -> bool:
-        """Whether one story is told, instead of searching."""
+        """Return whether to replay one story instead of searching."""
         return self.seed is not None and self.schedules is None and self.minutes is None
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command; its exit status. A mistake in the arguments is one line."""
+    """Run the command and return its exit status. Print one line for an error in the arguments."""
     try:
         return _run(arguments)
     except UserError as error:
@@ -263,10 +263,10 @@ def _result(name: str, start: int, found: Found, shown: Console, options: Option
 
 
 def _shrunk(name: str, failure: Failure, shown: Console, options: Options) -> dict[str, Any]:
-    """Print the shortest story of a failure, and the command that brings it back."""
+    """Print the shortest story of a failure and the command that replays it."""
     kind = find(name)
     story = play(kind, schedule(kind, failure.seed))
-    if story.broken is None:  # must not be; what was seen is worth more than a clean error
+    if story.broken is None:  # must not happen, but a report is better than an error here
         shown.print(f"seed {failure.seed} broke a promise in the search, but not again: {failure.broken}")
         return {"scenario": name, "seed": failure.seed, "broken": failure.broken, "replay": None}
     shortest = shrink(kind, story)
@@ -279,7 +279,7 @@ def _shrunk(name: str, failure: Failure, shown: Console, options: Options) -> di
 
 @contextmanager
 def _progress(shown: Console, name: str, limit: int | None, seconds: float | None) -> Iterator[Any]:
-    """A bar on a terminal; nothing elsewhere."""
+    """Show a bar on a terminal, and nothing elsewhere."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"), TimeElapsedColumn())

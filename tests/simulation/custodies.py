@@ -1,4 +1,4 @@
-"""The scenario of custody: whole runs are moved, removed, archived, forked and pruned while others work on them."""
+"""Play the scenario of custody: runs are moved, removed, archived, forked and pruned while other processes use them."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ ELSEWHERE = Path(ROOT) / "elsewhere" / "old"
 ARCHIVE = Path(ROOT) / "a.tar"
 TIMEOUT_S = 4.0
 LAST_TIMEOUT_S = 0.5
-"""As long as the last commands wait for a holder: nobody else lives any more."""
+"""Timeout of the last commands. No other process lives then."""
 EVERY, KEPT, TOTAL = 2, 2, 10
 """The trunk saves every second step, keeps the two newest checkpoints, and ends after ten steps."""
 BEGUN = 4
-"""What it has saved when a story begins."""
+"""Step of the trunk's newest checkpoint when a story begins."""
 LEASES = ("lease", "submission")
 MOMENTS = ("commits", "deletes", "removes", "packs", "moves", "submits", "holds")
-"""In the midst of what somebody may be interrupted, see `Custodies._moment_of`."""
+"""Actions during which a process may be interrupted, see `Custodies._moment_of`."""
 STEPS_LATER = (0, 0, 1, 2, 4, 8, 16, 24, 32)
-"""So many calls after that moment."""
+"""Numbers of calls between that moment and the interruption."""
 INTERRUPTED_S = (3.0, 20.0, 90.0)
 MADE_BY_OTHERS = re.compile(r".*\.pinned|evaluations/.*")
-"""What may be added to a run by processes that hold no lease of it."""
+"""Files that processes without the lease may add to a run."""
 LEFT = re.compile(r"\.tmp-|\.removed-")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The config of a run in this scenario, in place of `runner.config.schema.Config`."""
+    """Config of a run in this scenario, in place of `runner.config.schema.Config`."""
 
     known_steps: int
     fork: Any
@@ -77,7 +77,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Order:
-    """A run that a command means, in place of `runner.config.composition.Composed`."""
+    """A composed run of a command, in place of `runner.config.composition.Composed`."""
 
     run_dir: Path
     plain: dict[str, Any]
@@ -86,40 +86,40 @@ class Order:
 
     @property
     def config(self) -> Settings:
-        """What it trains by."""
+        """Return the settings for training."""
         return settings(self.plain)
 
     @property
     def text(self) -> str:
-        """The content of its config.yaml."""
+        """Return the content of the run's config.yaml."""
         return json.dumps(self.plain, indent=1) + "\n"
 
 
 def settings(plain: dict[str, Any]) -> Settings:
-    """What a config says."""
+    """Return the settings in a config."""
     return Settings(int(plain["steps"]), SimpleNamespace(**{"was": {}, **plain["fork"]}))
 
 
 def order(run_dir: Path, name: str, steps: int = TOTAL, trunk: Path | None = None, at: int | None = None) -> Order:
-    """What a command that starts the run `name` in `run_dir` wants."""
+    """Return the composed run of a command that starts the run `name` in `run_dir`."""
     return Order(run_dir, {"name": name, "steps": steps, "fork": {"run": str(trunk) if trunk else None, "step": at}})
 
 
 def frozen(run_dir: Path) -> dict[str, Any]:
-    """The config of a run, as `runner.config.frozen.load_plain` reads it."""
+    """Return the config of a run, as `runner.config.frozen.load_plain` reads it."""
     found: dict[str, Any] = json.loads(files.read_regular(RunDir(run_dir).config))
     return found
 
 
 @dataclass
 class Trap:
-    """A strike that waits for somebody who does something.
+    """A strike that waits for a process to reach a moment.
 
     Attributes:
-        kind: of the strike.
-        moment: one of `MOMENTS`, or None: any of them.
-        skips: how many such moments pass before.
-        rest: decides what else there is to decide.
+        kind: kind of the strike.
+        moment: one of `MOMENTS`, or None for any of them.
+        skips: how many such moments to skip.
+        rest: draws the other decisions.
     """
 
     kind: str
@@ -130,7 +130,7 @@ class Trap:
 
 @dataclass
 class Job:
-    """A job in the queue of this world; the job of an attempt, too (`runner.contracts.Job`)."""
+    """A job in the queue of this world, and the job of an attempt (`runner.contracts.Job`)."""
 
     number: int
     run_dir: Path
@@ -141,11 +141,11 @@ class Job:
 
     @property
     def live(self) -> bool:
-        """Whether it is queued or runs."""
+        """Return whether the job is queued or running."""
         return self.state in ("pending", "running")
 
     def identity(self) -> dict[str, Any]:
-        """What a lease records of it."""
+        """Return the job's fields in a lease."""
         return {"job_id": str(self.number), "restart_count": 0, "node": None}
 
 
@@ -169,7 +169,7 @@ class Queue:
         return 0
 
     def jobs(self, run_dirs: list[Path]) -> dict[Path, JobInfo]:
-        """What the queue knows of the runs, by what their job.json says."""
+        """Return the queue's records of the runs, found through each run's job.json."""
         found = {}
         for run_dir in run_dirs:
             number = files.read_object(RunDir(run_dir).job).get("job_id")
@@ -183,7 +183,7 @@ LAUNCHER = f"{Queue.__module__}.{Queue.__qualname__}"
 
 
 class Custodies(Scenario):
-    """A trunk that is trained, submitted, evaluated, forked, pinned, pruned, moved, packed and removed, all at once."""
+    """A trunk that is trained, submitted, evaluated, forked, pinned, pruned, moved, packed and removed concurrently."""
 
     name = "custody"
     kinds = COMMON | {
@@ -201,26 +201,26 @@ class Custodies(Scenario):
         self._count = 0
         self._moment = self.random.choice((0.0, self.random.uniform(0.0, 8.0)))
         self._troubled: set[Process] = set()
-        self._working: dict[Process, tuple[str, str]] = {}  # (what it does, name of the run)
+        self._working: dict[Process, tuple[str, str]] = {}  # (activity, name of the run)
         self._fences: dict[Process, int] = {}
         self._acquired: dict[str, int] = {}  # the highest number that began to train, by run
-        self._committed: dict[str, set[int]] = {"a": set()}  # whose commit has returned
-        self._pinned: set[int] = set()  # of the trunk, as the command has reported
+        self._committed: dict[str, set[int]] = {"a": set()}  # steps whose commit has returned
+        self._pinned: set[int] = set()  # steps of the trunk that a command has reported as pinned
         self._movers: set[Process] = set()
-        self._frozen_looking: set[Process] = set()  # in its last look at the leases
+        self._frozen_looking: set[Process] = set()  # frozen in their last look at the leases
         self._traps: list[Trap] = []
         self._blackout = False
-        self._is_watched = self.random.random() < 0.3  # somebody pins the oldest checkpoint whenever there is a new one
-        self._to_remove = False  # somebody was told to remove the trunk
+        self._is_watched = self.random.random() < 0.3  # a user pins the oldest checkpoint whenever there is a new one
+        self._to_remove = False  # a command to remove the trunk was given
         self._packed: dict[str, bytes] | None = None
-        self._reported = False  # an archive was reported as done
+        self._reported = False  # an archive was reported as complete
         self._finished: dict[str, bytes] | None = None
 
-    # ---- what stands in for what a story cannot have
+    # ---- replacements for what a story cannot have
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Configs without Hydra, a queue without Slurm, an attempt without torch, in the code that starts runs."""
+        """Replace Hydra's configs, Slurm's queue and the attempt with torch in the code that starts runs."""
         launcher = SimpleNamespace(load=lambda: lambda: Queue(self))
         stand_ins: dict[tuple[Any, str], Any] = {
             (plan, "load_plain"): frozen,
@@ -230,9 +230,9 @@ class Custodies(Scenario):
             (provenance, "code_changes"): lambda *_: [],
             (provenance, "describe_sources"): lambda *_: {},
             (submitted_jobs, "_known_launcher"): lambda name: launcher,
-            (checkpoint_dir, "_COUNT"): count(),  # it is in names, and these are to be the same in every process
+            (checkpoint_dir, "_COUNT"): count(),  # the count is part of names, which must be the same in every process
             (custody, "TIMEOUT_S"): TIMEOUT_S,
-            (leases, "MIN_INTERVAL_S"): TIMEOUT_S / 6,  # the heart of a young process would make a third of all calls
+            (leases, "MIN_INTERVAL_S"): TIMEOUT_S / 6,  # heartbeats would otherwise be a third of all calls
             (attempts, "attempt"): self._attempt_under,
         }
         check = custody.Custody.check
@@ -246,10 +246,10 @@ class Custodies(Scenario):
             for each in made:
                 each.stop()
 
-    # ---- the cast
+    # ---- the processes
 
     def begin(self) -> None:
-        """A run that has saved something, and two to four commands that concern it."""
+        """Write a run with some checkpoints, and start two to four commands on it."""
         self.disk.watchers.append(self._watch)
         self.disk.make_dir(RUNS)
         self._make_trunk(finished=self.random.random() < 0.2)
@@ -289,7 +289,7 @@ class Custodies(Scenario):
 
     def _command(self, what: Callable[[], int | None], late: bool = True) -> Process:
         self._count += 1
-        # Most at about the same moment: only those that meet can be in each other's way.
+        # Most begin at about the same moment, because only concurrent commands can conflict.
         early, soon = self.random.uniform(0.0, 0.3), self.random.uniform(0.0, 12.0)
         delay_s = self.random.choice((early, self._moment + early, self._moment + 3 * early, soon)) * late
         name = f"{what.__name__.strip('_').replace('_', '-')} {self._count}"
@@ -309,7 +309,7 @@ class Custodies(Scenario):
             self.world.tell(f"fails: {error}", process.name)
 
     def _carry_out(self, *words: str) -> int:
-        """`python -m runner WORDS`."""
+        """Run `python -m runner WORDS`."""
         process = self._own()
         status = run_command(words)
         text = "; ".join(process.output)
@@ -322,7 +322,7 @@ class Custodies(Scenario):
         return int(status)
 
     def strike(self, kind: str, choice: float) -> None:
-        """Let something befall somebody."""
+        """Let a strike happen."""
         if kind == "command":
             self._another()
             return
@@ -340,19 +340,19 @@ class Custodies(Scenario):
             self._troubled.add(process)
         if process is not None and kind == "freeze":
             self._perhaps_resume(process)
-        if process is not None and kind == "suspend":  # all of that machine are frozen, and others take over from them
+        if process is not None and kind == "suspend":  # freezes all of the machine; others take over
             self._troubled |= {each for each in self.world.processes if each.alive and each.host is process.host}
         super().strike(kind, choice)
 
     def _moment_of(self, what: str, path: str, to: str) -> str | None:
-        """Which of `MOMENTS` a change of a name is."""
+        """Return the entry of `MOMENTS` for a change of a name."""
         if what == "mkdir":
-            return "deletes" if path.endswith("-taken") else None  # its checkpoint is taken away by the next call
+            return "deletes" if path.endswith("-taken") else None  # the next call takes the checkpoint away
         if what == "rmdir":
             return "removes"
         if what == "link":
             return "packs" if to == str(ARCHIVE) else None
-        if what == "create":  # the first and the last of the leases that one needs who moves, packs or removes a run
+        if what == "create":  # the first and the last of the leases that a command needs to move, pack or remove a run
             return "holds" if re.fullmatch(r".*/(submission|lease)/\d+\.json", path) else None
         if what != "rename":
             return None
@@ -365,7 +365,7 @@ class Custodies(Scenario):
         return "moves" if Path(path).parent in (RUNS, ELSEWHERE, ELSEWHERE.parent) else None
 
     def _spring(self, moment: str, process: Process) -> None:
-        """If a strike waits for this moment, something befalls the process, perhaps some calls later."""
+        """Start the strike that waits for this moment, if any, perhaps some calls later."""
         for trap in self._traps:
             if moment not in ((trap.moment,) if trap.moment else MOMENTS):
                 continue
@@ -373,7 +373,7 @@ class Custodies(Scenario):
             if trap.skips < 0:
                 self._traps.remove(trap)
                 if trap.kind == "meet":
-                    # At once: another may just so come between two calls.
+                    # Without delay, because another command may fit between just two calls.
                     self.world.strike_at(self.world.steps, partial(self._meet, process, moment, trap.rest))
                 else:
                     later = self.world.steps + trap.rest.choice(STEPS_LATER)
@@ -395,25 +395,25 @@ class Custodies(Scenario):
             self._perhaps_resume(process)
 
     def _meet(self, process: Process, moment: str, rest: Random) -> None:
-        """Somebody gives a command, and has time for a part of it before the process continues."""
+        """Give a command, with time for a part of it before the process continues."""
         if not process.alive or process.stopped:
             return
         self.world.freeze(process)
         self.world.at(rest.uniform(0.02, 0.2), partial(self.world.thaw, process))
         if moment == "deletes":
             self._command(self._pin, late=False)
-            if rest.random() < 0.5:  # and is killed before it has seen the pin
+            if rest.random() < 0.5:  # the process is killed before it has seen the pin
                 self._traps.append(Trap("interrupt", "takes", 0, rest))
         else:
             self._another(late=False)
 
     def _perhaps_resume(self, process: Process) -> None:
-        """As one does with a run that seems to be dead."""
+        """Resume a run that seems to be dead, as a user would."""
         if self._working.get(process, ("", ""))[0] == "trains" and self.random.random() < 0.7:
             self.world.at(0.0, partial(self._command, self._resume))
 
     def on_end(self, process: Process) -> None:
-        """Nothing but the end of its work may end a process."""
+        """Check that a process ends only when its work ends, without a traceback."""
         if process.killed_by is not None:
             self._perhaps_resume(process)
         self._working.pop(process, None)
@@ -429,7 +429,7 @@ class Custodies(Scenario):
     # ---- where the runs are
 
     def _places(self, name: str) -> list[Path]:
-        """Where a run is, whole, under whatever name."""
+        """Return every path of a complete run, under any name."""
         found: list[Path] = []
         self._find_places(self.disk.root, Path(ROOT), name, found)
         return found
@@ -445,7 +445,7 @@ class Custodies(Scenario):
                 self._find_places(node, path / entry, name, found)
 
     def _place(self) -> Path:
-        """Where somebody who gives a command believes the trunk to be."""
+        """Return the trunk's path as a user who gives a command believes it."""
         found = [path for path in self._places("a") if not path.name.startswith(".")]
         return found[0] if found and self.random.random() < 0.8 else TRUNK
 
@@ -488,7 +488,7 @@ class Custodies(Scenario):
         return status
 
     def _resume(self) -> int:
-        """`runner resume` on this machine."""
+        """Run `runner resume` on this machine."""
         place = self._place()
         if not files.is_file(RunDir(place).config):
             raise UserError(f"{place} is not a run directory")
@@ -498,14 +498,14 @@ class Custodies(Scenario):
         return int(start.run_here(planned)) if planned.starts else 0
 
     def _submit(self) -> int:
-        """`runner resume` with a queue."""
+        """Run `runner resume` with a queue."""
         place = self._place()
         if not files.is_file(RunDir(place).config):
             raise UserError(f"{place} is not a run directory")
         return self._start(replace(order(place, "a"), resumed=True))
 
     def _fork(self) -> int:
-        """A branch off the newest checkpoint."""
+        """Fork a branch from the newest checkpoint."""
         trunk = self._place()
         step = choice.choose(Directory(checkpoints.checkpoints_of(trunk)), "last").step
         return self._branch(trunk, step)
@@ -524,7 +524,7 @@ class Custodies(Scenario):
         return int(start._start_all(planned, queue, False))
 
     def _evaluate(self) -> int:
-        """`runner evaluate` of every checkpoint, with results that are made up."""
+        """Run `runner evaluate` on every checkpoint, with made-up results."""
         run = RunDir(self._place())
         if not files.is_file(run.config):
             raise UserError(f"{run.path} is not a run directory")
@@ -542,7 +542,7 @@ class Custodies(Scenario):
 
     @contextmanager
     def _at_work(self, what: str, name: str) -> Iterator[None]:
-        """For as long as this process does something because of which nobody may move the run."""
+        """Mark this process as working on a run, which must not be moved in the block."""
         process = self._own()
         self._working[process] = (what, name)
         try:
@@ -562,9 +562,9 @@ class Custodies(Scenario):
         self.world.at(self.random.uniform(0.0, 5.0), partial(self._begin_job, job))
 
     def not_submitted(self, run_dir: Path, error: OSError) -> None:
-        """A launcher reports what the file system has refused: an injected error, or the directory of a run is gone.
+        """Report an error of the file system, as a launcher does: an injected one, or the run's directory is gone.
 
-        Then it was moved by somebody who was frozen in the call, and has just woken up.
+        The directory is gone if a process was frozen in the call that moves it, and has just woken up.
         """
         process = self._own()
         moved = isinstance(error, FileNotFoundError) and not self._is_run(str(run_dir))
@@ -583,7 +583,7 @@ class Custodies(Scenario):
     # ---- attempts
 
     def _attempt_under(self, run_dir: Path, job: Job | None = None, lease: Lease | None = None) -> int:
-        """In place of `runner.training.attempt.attempt`: the same order of things, and no model."""
+        """Replace `runner.training.attempt.attempt`, with the same order of actions and no model."""
         return self._attempt(run_dir, job, lease)
 
     def _attempt(self, run_dir: Path, job: Job | None, lease: Lease | None = None) -> int:
@@ -606,7 +606,7 @@ class Custodies(Scenario):
             self._fences[process] = lease.fence
             files.write_json(run.attempt, {"fence": lease.fence}, guard=run.guard)
             Directory(run.checkpoints, fence).sweep()
-            if process not in self._troubled:  # from here on no older attempt can, unless the disk refused to sweep
+            if process not in self._troubled:  # no older attempt can train now, unless a sweep was refused
                 self._acquired[name] = max(self._acquired.get(name, 0), lease.fence)
             newest = choice.newest(Directory(run.checkpoints))
             step = newest.step if newest else 0
@@ -629,7 +629,7 @@ class Custodies(Scenario):
                 files.write_json(run.finished, {"steps": step}, guard=run.guard)
 
     def _save_and_delete(self, run: RunDir, name: str, step: int, fence: Fence, metrics: jsonl.JsonlWriter) -> None:
-        """As the saver does; what the disk refuses is tried again at the next save."""
+        """Save as the saver does. The next save repeats what the disk refuses."""
         try:
             Directory(run.checkpoints, fence).sweep()
             if choice.judge(Folder(run.checkpoint(step))) is None:
@@ -677,7 +677,7 @@ class Custodies(Scenario):
             return list(RunDir(run_dir).checkpoint_steps())
 
     def _moved(self, process: Process, source: Path, target: Path) -> None:
-        """A run has got another name: nobody may have been at work in it."""
+        """Check that no process was working on a run that was renamed."""
         with self.world.outside():
             name = str(frozen(target).get("name"))
         self.world.tell(f"renames {source.name} to {target.name}", process.name)
@@ -692,18 +692,18 @@ class Custodies(Scenario):
             self.must(name != "a" or self._to_remove, f"{process.name} removes {source.name}, which nobody asked for")
 
     def _check_removed(self, process: Process, aside: Path, number: int) -> None:
-        """A removal deletes nothing that somebody has done who took the run over before it was renamed."""
+        """Check that a removal deletes no work of a process that acquired the run before its rename."""
         with self.world.outside():
             holder = leases.read_holder(RunDir(aside).lease)
         newest = holder[0] if holder else 0
         self.must(newest <= number, f"{process.name} deletes {aside.name}, which number {newest} has taken over")
 
     def _may_not(self, process: Process, what: str) -> None:
-        """Somebody did what he may not: who was frozen in his last look at the leases, or in that very call, may."""
+        """Fail, unless the process was frozen in its last look at the leases or in this call."""
         self.must(process.just_thawed or process in self._frozen_looking, f"{process.name} {what}")
 
     def _check_fence(self, process: Process, path: Path) -> None:
-        """Once a newer attempt works on a run, an older one changes none of its names."""
+        """Check that an older attempt changes no names once a newer one works on the run."""
         if path.parent.name != "checkpoints" or not re.fullmatch(r"step_\d+", path.name):
             return
         with self.world.outside():
@@ -715,13 +715,13 @@ class Custodies(Scenario):
         self.must(own >= newer, f"{process.name}, number {own}, changed {path.name} although number {newer} trains")
 
     def _check_packed(self, process: Process) -> None:
-        """An archive gets its name: it holds what the run holds."""
+        """Check, when an archive gets its name, that it holds the files of the run."""
         places = [path for path in self._places("a") if not path.name.startswith(".")]
         self._packed = self._content_of_archive()
         self.must(self._packed is not None, "an archive that cannot be read got its name")
         for place in places:
             with self.world.outside():
-                # What a superseded process saves when it wakes up is not committed any more.
+                # Files that a superseded process saves when it wakes up are not committed any more.
                 mine = {name: data for name, data in _contents(place).items() if ".tmp-" not in name}
                 there = {name: data for name, data in mine.items() if not MADE_BY_OTHERS.fullmatch(name)}
             packed = self._packed or {}
@@ -730,7 +730,7 @@ class Custodies(Scenario):
                 self._may_not(process, f"gave the archive its name, which lacks {lacks} of {place.name}")
 
     def _content_of_archive(self) -> dict[str, bytes] | None:
-        """What is in the archive by path in the run, None if it is damaged."""
+        """Return the content of the archive by path in the run, or None if it is damaged."""
         try:
             with (
                 self.world.outside(),
@@ -746,7 +746,7 @@ class Custodies(Scenario):
             return None
 
     def finish(self) -> None:
-        """The last commands complete what killed ones have begun; then everything must be in order."""
+        """Run the last commands, which complete those of killed processes. Then check that everything is in order."""
         self._check_places()
         self._traps.clear()
         for host in self.hosts * self._blackout:
@@ -760,7 +760,7 @@ class Custodies(Scenario):
         self._check_places()
         self._check_runs()
         self._check_strays()
-        # Of a branch whose command was killed before it was a run, the same command makes the rest.
+        # A branch whose command was killed early is incomplete. The rerun command would complete it.
         begun = [
             f"{path}/"
             for path in self._directories(self.disk.root, Path(ROOT))
@@ -769,13 +769,13 @@ class Custodies(Scenario):
         left = [name for name in _names(self.disk.root, ROOT) if LEFT.search(name)]
         if not self._places("a"):
             begun.append(f"{ARCHIVE.with_name('.' + ARCHIVE.name)}.tmp-")  # the next archive of this name removes it
-        # What was refused or removed goes with the run that has its name now, and a result with the next of its step.
+        # A run with the same name removes refused and removed files, and the next result of a step an older one.
         begun += [f"{path.parent}/.{path.name}.removed-" for path in self._directories(self.disk.root, Path(ROOT))]
         left = [name for name in left if not name.startswith(tuple(begun)) and "/evaluations/step_" not in name]
         self.must(not left, f"these are left behind: {left}")
 
     def _tidy(self) -> None:
-        """What people do at last: give the commands that were killed again, and continue each run for some steps."""
+        """Rerun the commands that were killed, and continue each run for some steps, as users do at last."""
         for folder in (RUNS, ELSEWHERE, ELSEWHERE.parent):
             with self.world.outside():
                 names = sorted(files.list_dir(folder)) if files.is_dir(folder) else []
@@ -792,14 +792,14 @@ class Custodies(Scenario):
                 self._continue(place, name)
 
     def _continue(self, place: Path, name: str) -> None:
-        """Somebody else holds each lease of the run, and sweeps; and it is packed again."""
+        """Take each lease of the run, sweep, and pack the run again."""
         run = RunDir(place)
         with custody.custody(run) as held:
             Directory(run.checkpoints, Fence(held.lease.fence, held.lease.check_fence)).sweep()
         if name == "a" and any(".tmp-" in entry for entry in self.disk.root.entries):
             self._carry_out(
                 "archive", str(place), str(ARCHIVE)
-            )  # the next one of this name sweeps what a killed one left
+            )  # the next archive of this name sweeps the files of a killed one
 
     def _check_places(self) -> None:
         places = self._places("a")
@@ -812,7 +812,7 @@ class Custodies(Scenario):
             self.must(self._content_of_archive() == self._packed, "the archive is damaged")
 
     def _check_strays(self) -> None:
-        """Where a run was, nothing of one begins anew; what nobody could tidy up any more may be an empty directory."""
+        """Check that nothing recreates a moved run. Only an empty directory may be left, after kills or troubles."""
         for path in self._directories(self.disk.root, Path(ROOT)):
             if path.name.startswith(".") or path.name.startswith("branch") or self._is_run(str(path)):
                 continue
@@ -822,7 +822,7 @@ class Custodies(Scenario):
             self.must(ended_early, f"{path} is left behind, empty but for leases")
 
     def _directories(self, directory: Node, path: Path) -> Iterator[Path]:
-        """Where a run could be."""
+        """Yield the directories that could be runs."""
         for entry, node in sorted(directory.entries.items()):
             if node.is_dir and path / entry in (RUNS, ELSEWHERE, ELSEWHERE.parent):
                 yield from self._directories(node, path / entry)
@@ -833,7 +833,7 @@ class Custodies(Scenario):
         for place in self._places("a"):
             run = RunDir(place)
             found = {each.step: choice.corruption_of(each) for each in choice.candidates(Directory(run.checkpoints))}
-            # A save whose last sync fails is reported as failed, but may be there, and then retention counts it.
+            # A save whose last sync fails is reported as failed but may exist. Then retention counts it.
             whole = {step for step, corruption in found.items() if corruption is None}
             kept = set(sorted(self._committed["a"] | whole)[-KEPT:])
             names = files.list_dir(run.checkpoints)
@@ -849,12 +849,12 @@ class Custodies(Scenario):
 
 
 def partial_named(function: Callable[..., int], *arguments: Any) -> Callable[[], int]:
-    """A call of `function` that is a command of its own."""
+    """Return a call of `function` that counts as a separate command."""
     return lambda: function(*arguments)
 
 
 def frozen_of(run_dir: Path) -> dict[str, Any]:
-    """The config by which an attempt trains.
+    """Return the config with which an attempt trains.
 
     Raises:
         UserError: there is none.
@@ -868,7 +868,7 @@ def frozen_of(run_dir: Path) -> dict[str, Any]:
 
 
 def _contents(run: Path) -> dict[str, bytes]:
-    """The files of a run but its leases, by path in it."""
+    """Return the files of a run except its leases, by path in the run."""
     found = {}
     for folder, folders, names in files.walk(run):
         if Path(folder) == run:
@@ -887,4 +887,4 @@ def _names(directory: Node, prefix: str) -> Iterator[str]:
 
 
 def _quiet(message: str) -> None:
-    """What a command says while it works is of no interest here."""
+    """Ignore the messages of a command at work."""

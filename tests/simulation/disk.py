@@ -1,15 +1,15 @@
-"""A simulated file system: what POSIX and NFS promise, and no more than that.
+"""A simulated file system with the guarantees of POSIX and NFS, and no others.
 
     local    one machine. After a power loss, only what was synced is certain: the content of a file after an fsync of
-             the file, a name after an fsync of its directory. Of the rest any part may be left, in any order; data that
+             the file, a name after an fsync of its directory. Any part of the rest may survive, in any order. Data that
              was not synced may be missing, cut or zero. A rename happened or it did not.
     network  a server that several machines share. A change of a name is certain once the call returns; data once it was
-             synced, or its file closed. A machine remembers for a while which names a directory has and which files
-             are missing (`OLD_S`), unless it has changed that directory itself; opening a file always asks the server.
+             synced, or its file closed. A machine caches for a while which names a directory has and which files
+             are missing (`OLD_S`), unless it has changed that directory. Opening a file always asks the server.
 
-A call may fail with an error that a strike has prepared (`Process.fails`), and everything that needs room with ENOSPC
-while the disk is full. On a network file system a name may have changed although the call that changed it fails: the
-server has done it, and its answer is lost.
+A call may fail with an error that a strike has prepared (`Process.fails`). Calls that need room fail with ENOSPC
+while the disk is full. On a network file system a failed call may have changed a name: the
+server has done it, and its answer was lost.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from typing import Any, NoReturn
 from simulation.engine import Host, Process, World
 
 ROOT = "/simulated"
-"""Everything below this path is in the simulated file system; reads of all other paths are real."""
+"""The simulated file system has all paths below this one. Reads of other paths are real."""
 OLD_S = 3.0
-"""How old a machine's memory of a directory of a network file system may be, in seconds."""
+"""Maximum age of a machine's cache of a directory on a network file system, in seconds."""
 FIRST_FD = 100_000
 CHANGES = frozenset({"create", "mkdir", "rename", "unlink", "rmdir", "link"})
-"""Calls that may fail after they were done."""
+"""Calls that may fail although they took effect."""
 USER, GROUP = os.getuid(), os.getgid()
 
 
@@ -46,16 +46,16 @@ class Node:
     mode: int = 0o644
     data: bytearray = field(default_factory=bytearray)
     synced: bytes = b""
-    dirty: Host | None = None  # which machine has data of it that is not synced
-    writer: Process | None = None  # who wrote last
-    refused: bool = False  # the disk has refused to write the data that is not synced: no later sync tries it again
+    dirty: Host | None = None  # the machine with unsynced data of the node
+    writer: Process | None = None  # the last writer
+    refused: bool = False  # the disk has refused to write the unsynced data: no later sync tries it again
     target: str = ""
     entries: dict[str, Node] = field(default_factory=dict)
     lasting: dict[str, Node] = field(default_factory=dict)
-    """What of `entries` would certainly survive a power loss."""
+    """The part of `entries` that certainly survives a power loss."""
     names: int = 0
     changed: float = 0.0
-    version: int = 0  # of its entries
+    version: int = 0  # version of `entries`
 
     def __post_init__(self) -> None:
         self.is_dir = self.kind == modes.S_IFDIR
@@ -68,7 +68,7 @@ class Change:
     node: Node
     parent: Node
     name: str
-    target: Node | None = None  # the directory that a rename moves it into
+    target: Node | None = None  # target directory of a rename
     to: str = ""
     added: bool = True
 
@@ -85,11 +85,11 @@ class Open:
 
 
 class Disk:
-    """The files of a world. Its methods stand in for the primitives of `runner.system.files`.
+    """The files of a world. Its methods replace the primitives of `runner.system.files`.
 
     Args:
-        world: whose threads call them.
-        network: what it is, see above.
+        world: the world whose threads call the methods.
+        network: whether it is a network file system, see above.
     """
 
     def __init__(self, world: World, network: bool = False) -> None:
@@ -102,12 +102,12 @@ class Disk:
         self._next_fd = FIRST_FD
         self._unanswered: tuple[Process, int, str] | None = None
         self.watchers: list[Callable[[str, str, str], None]] = []
-        """Called with each change of a name: what, path, new path."""
+        """Called with each change of a name: the kind of change, path, new path."""
 
-    # ---- finding things
+    # ---- finding nodes
 
     def _parts(self, path: Any) -> tuple[str, ...] | None:
-        """The names on the way to a path of this file system; None for a path of the real one."""
+        """Return the names on the way to a path of this file system, or None for a path of the real one."""
         return _split(os.fspath(path))
 
     def _find(self, parts: Sequence[str], path: Any, follow: bool = True, depth: int = 0) -> Node:
@@ -130,7 +130,7 @@ class Disk:
     def _parent(self, path: Any) -> tuple[Node, str]:
         parts = self._parts(path)
         if not parts:
-            raise _error(errno.EROFS, path)  # a real path: nothing may be written there
+            raise _error(errno.EROFS, path)  # nothing may be written to a real path
         node = self._find(parts[:-1], path)
         if not node.is_dir:
             raise _error(errno.ENOTDIR, path)
@@ -144,7 +144,7 @@ class Disk:
         return self.world.current.process if self.world.current is not None else None
 
     def _call(self, what: str, path: Any = "", room: bool = False) -> None:
-        """One call: a step, and perhaps an error."""
+        """Make one call: a step, and perhaps an error."""
         world = self.world
         if world.current is None:
             return
@@ -187,7 +187,7 @@ class Disk:
         for directory, name in ((change.parent, change.name), (change.target, change.to)):
             if directory is not None:
                 self._changed(directory)
-                if (host := self._host()) is not None:  # a machine knows of its own changes
+                if (host := self._host()) is not None:  # a machine knows its own changes
                     host.seen.pop((directory, name), None)
         if self.network or self.world.current is None:
             _make_lasting(change)
@@ -195,7 +195,7 @@ class Disk:
             self._pending.append(change)
 
     def _tell(self, what: str, path: Any, to: Any = "") -> None:
-        """A name has changed: say so, perhaps with an error."""
+        """Report the change of a name, perhaps with an error."""
         for watcher in self.watchers:
             watcher(what, str(os.fspath(path)), str(os.fspath(to)) if to else "")
         if self._unanswered is not None:
@@ -204,7 +204,7 @@ class Disk:
                 self._fail(process, number, what, path, ", which was done")
 
     def make_dir(self, path: Any, mode: int = 0o777) -> None:
-        """`os.mkdir`."""
+        """Simulate `os.mkdir`."""
         self._call("mkdir", path, room=True)
         parent, name = self._parent(path)
         if name in parent.entries:
@@ -215,7 +215,7 @@ class Disk:
         self._tell("mkdir", path)
 
     def rename(self, source: Any, target: Any) -> None:
-        """`os.replace`."""
+        """Simulate `os.replace`."""
         self._call("rename", f"{source} -> {os.path.basename(os.fspath(target))}")
         old_parent, old = self._parent(source)
         new_parent, new = self._parent(target)
@@ -239,7 +239,7 @@ class Disk:
         self._tell("rename", source, target)
 
     def unlink(self, path: Any) -> None:
-        """`os.unlink`."""
+        """Simulate `os.unlink`."""
         self._call("unlink", path)
         parent, name = self._parent(path)
         node = parent.entries.get(name)
@@ -251,7 +251,7 @@ class Disk:
         self._tell("unlink", path)
 
     def remove_dir(self, path: Any) -> None:
-        """`os.rmdir`."""
+        """Simulate `os.rmdir`."""
         self._call("rmdir", path)
         parent, name = self._parent(path)
         node = parent.entries.get(name)
@@ -265,7 +265,7 @@ class Disk:
         self._tell("rmdir", path)
 
     def make_link(self, source: Any, target: Any, *, follow_symlinks: bool = True) -> None:
-        """`os.link`."""
+        """Simulate `os.link`."""
         self._call("link", target, room=True)
         parts = self._parts(source)
         node = self._find(parts or (), source, follow_symlinks)
@@ -276,7 +276,7 @@ class Disk:
         self._tell("link", source, target)
 
     def make_symlink(self, source: Any, target: Any, target_is_directory: bool = False) -> None:
-        """`os.symlink`."""
+        """Simulate `os.symlink`."""
         self._call("symlink", target, room=True)
         parent, name = self._parent(target)
         if name in parent.entries:
@@ -284,12 +284,12 @@ class Disk:
         self._add(parent, name, Node(self.world.number(), modes.S_IFLNK, 0o777, target=os.fspath(source)))
 
     def disk_usage(self, path: Any) -> tuple[int, int, int]:
-        """`shutil.disk_usage`."""
+        """Simulate `shutil.disk_usage`."""
         self._call("disk usage", path)
         return 1 << 40, 1 << 39, 0 if self.full else 1 << 39
 
     def read_link_raw(self, path: Any) -> str:
-        """`os.readlink`."""
+        """Simulate `os.readlink`."""
         parts = self._parts(path)
         if parts is None:
             return str(os.readlink(path))
@@ -299,10 +299,10 @@ class Disk:
             raise _error(errno.EINVAL, path)
         return node.target
 
-    # ---- looking
+    # ---- reads of names
 
     def list_dir(self, path: Any = ".") -> list[str]:
-        """`os.listdir`."""
+        """Simulate `os.listdir`."""
         parts = self._parts(path)
         if parts is None:
             return os.listdir(path)
@@ -315,7 +315,7 @@ class Disk:
         return names
 
     def _names(self, node: Node) -> list[str]:
-        """The names in a directory as this machine sees them, perhaps some seconds ago."""
+        """Return the names in a directory as this machine sees them, perhaps some seconds late."""
         host, world = self._host(), self.world
         if not self.network or host is None:
             return list(node.entries)
@@ -329,7 +329,7 @@ class Disk:
         return list(names)
 
     def scan(self, path: Any = ".") -> Any:
-        """`os.scandir`."""
+        """Simulate `os.scandir`."""
         parts = self._parts(path)
         if parts is None:
             return os.scandir(path)
@@ -337,13 +337,13 @@ class Disk:
         for name in self.list_dir(path):
             try:
                 node = self._find((*parts, name), path, follow=False)
-            except FileNotFoundError:  # known from an older look
+            except FileNotFoundError:  # listed from an older cache
                 continue
             found.append(_Entry(name, posixpath.join(os.fspath(path), name), node.kind))
         return _Entries(found)
 
     def walk(self, top: Any, topdown: bool = True, onerror: Any = None, followlinks: bool = False) -> Iterator[Any]:
-        """`os.walk`."""
+        """Simulate `os.walk`."""
         if self._parts(top) is None:
             yield from os.walk(top, topdown, onerror, followlinks)
             return
@@ -364,7 +364,7 @@ class Disk:
             yield os.fspath(top), folders, others
 
     def remove_tree(self, path: Any, ignore_errors: bool = False, onerror: Any = None, **_: Any) -> None:
-        """`shutil.rmtree`."""
+        """Simulate `shutil.rmtree`."""
         try:
             for folder, folders, names in self.walk(path, topdown=False):
                 for name in names:
@@ -377,7 +377,7 @@ class Disk:
                 raise
 
     def stat(self, path: Any, *, follow_symlinks: bool = True) -> Any:
-        """`os.stat`, of a path or a file descriptor."""
+        """Simulate `os.stat`, of a path or a file descriptor."""
         if isinstance(path, int):
             return self.stat_fd(path)
         parts = self._parts(path)
@@ -388,14 +388,14 @@ class Disk:
         return _status(self._find(parts, path, follow_symlinks))
 
     def lstat(self, path: Any) -> Any:
-        """`os.lstat`."""
+        """Simulate `os.lstat`."""
         return self.stat(path, follow_symlinks=False)
 
     def _remember_missing(self, parts: Sequence[str], path: Any) -> None:
-        """On a network file system, a machine may believe for a while that a name is missing which it has missed once.
+        """Simulate that a machine on a network file system may remember for a while that a name was missing.
 
         Raises:
-            FileNotFoundError: it does.
+            FileNotFoundError: the machine believes that the name is missing.
         """
         host = self._host()
         if not self.network or host is None or not parts:
@@ -407,7 +407,7 @@ class Disk:
         key = (parent, parts[-1])
         if parts[-1] in parent.entries:
             since, version = host.seen.get(key, (-OLD_S, None))
-            seen = host.seen.get(parent)  # a newer look at the directory, or an own change of it, tells more
+            seen = host.seen.get(parent)  # a newer read or change of the directory by this machine overrides it
             if seen is not None and self.world.now - since < OLD_S and seen[2] == version != parent.version:
                 raise _error(errno.ENOENT, path)
         else:
@@ -416,29 +416,29 @@ class Disk:
                 host.seen[key] = (self.world.now, parent.version)
 
     def resolve(self, path: Any) -> Any:
-        """`os.path.realpath`, as text."""
+        """Simulate `os.path.realpath`, as text."""
         if self._parts(path) is None:
             return os.path.realpath(path)
         self.world.look()
         return posixpath.normpath(os.fspath(path))
 
     def has_access_list(self, path: Any) -> bool:
-        """There is none here."""
+        """Return False: this file system has no access lists."""
         return False
 
     def set_times(self, path: Any, *_: Any, **__: Any) -> None:
-        """`os.utime`."""
+        """Simulate `os.utime`."""
         self._call("utime", path)
         node = self._find(self._parts(path) or (), path)
         node.changed = self.world.now
-        if (host := self._host()) is not None:  # the server's answer shows whether anything else has changed there
+        if (host := self._host()) is not None:  # the server's answer shows whether the directory has other changes
             for key in [key for key in host.seen if key is node or (type(key) is tuple and key[0] is node)]:
                 del host.seen[key]
 
     # ---- open files
 
     def open_fd(self, path: Any, flags: int, mode: int = 0o777, **_: Any) -> int:
-        """`os.open`."""
+        """Simulate `os.open`."""
         parts = self._parts(path)
         if parts is None:
             if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
@@ -478,7 +478,7 @@ class Disk:
 
     def _soil(self, node: Node) -> None:
         node.changed = self.world.now
-        node.refused = False  # what is written now, and the page around it, will be tried
+        node.refused = False  # data written from now on, and the page around it, will be tried
         host = self._host()
         if host is None:
             node.synced = bytes(node.data)
@@ -492,19 +492,19 @@ class Disk:
         return found
 
     def read_fd(self, fd: int, count: int) -> bytes:
-        """`os.read`."""
+        """Simulate `os.read`."""
         if fd < FIRST_FD:
             return os.read(fd, count)
         found = self._of(fd)
-        if found.at >= len(found.node.data) and not found.node.is_dir:  # who reads to the end asks once too often:
-            self.world.look()  # no step of its own, nothing could be found by interrupting it
+        if found.at >= len(found.node.data) and not found.node.is_dir:  # a reader asks once too often:
+            self.world.look()  # no step, because interrupting it could find nothing
             return b""
         data = self.read_at(fd, count, found.at)
         found.at += len(data)
         return data
 
     def read_at(self, fd: int, count: int, offset: int) -> bytes:
-        """`os.pread`."""
+        """Simulate `os.pread`."""
         if fd < FIRST_FD:
             return os.pread(fd, count, offset)
         found = self._of(fd)
@@ -514,14 +514,14 @@ class Disk:
         return bytes(self._content(found.node)[offset : offset + count])
 
     def _content(self, node: Node) -> bytes | bytearray:
-        """What this machine reads: of a file that another one is writing, the server has perhaps less."""
+        """Return the content that this machine reads. The server may have less of a file that another one writes."""
         host = self._host()
         if self.network and node.dirty is not None and host is not None and node.dirty is not host:
             return node.synced if self.world.random.random() < 0.5 else node.data
         return node.data
 
     def write_fd(self, fd: int, data: Any) -> int:
-        """`os.write`."""
+        """Simulate `os.write`."""
         if fd < FIRST_FD:
             raise _error(errno.EROFS, fd)
         found = self._of(fd)
@@ -535,7 +535,7 @@ class Disk:
         return written
 
     def write_at(self, fd: int, data: Any, offset: int) -> int:
-        """`os.pwrite`."""
+        """Simulate `os.pwrite`."""
         found = self._of(fd)
         self._call("write", found.path, room=offset + len(data) > len(found.node.data))
         return self._put(found, data, offset)
@@ -552,12 +552,12 @@ class Disk:
         return len(data)
 
     def copy_range(self, source: int, target: int, count: int, offset_src: int | None = None, *_: Any) -> int:
-        """`os.copy_file_range`."""
+        """Simulate `os.copy_file_range`."""
         data = self.read_at(source, count, offset_src or 0)
         return self.write_fd(target, data) if data else 0
 
     def fsync_fd(self, fd: int) -> None:
-        """`os.fsync`."""
+        """Simulate `os.fsync`."""
         if fd < FIRST_FD:
             return
         found = self._of(fd)
@@ -581,11 +581,11 @@ class Disk:
             node.synced, node.dirty = bytes(node.data), None
 
     def _refuse(self, node: Node) -> None:
-        """Data of a file could not be written: the kernel may take it for written from now on.
+        """Lose data that could not be written. The kernel may count it as written from now on.
 
-        A local file system still reads it. On one of the network it is at the server, only the answer was lost, or
-        nowhere. What another process has written is not affected: the kernel reports to each that writes what was lost
-        since it opened the file.
+        A local file system still reads it. On a network file system it is at the server with a lost answer, or
+        nowhere. Data of other processes is not affected: the kernel reports to each writer what was lost
+        since that writer opened the file.
         """
         if node.is_dir or node.dirty is None or node.writer is not self._process():
             return
@@ -597,10 +597,10 @@ class Disk:
             self._sync(node)
 
     def begin_writeback(self, fd: int, start: int, length: int) -> None:
-        """Promises nothing."""
+        """Do nothing, because writeback promises nothing."""
 
     def truncate_fd(self, fd: int, length: int) -> None:
-        """`os.ftruncate`."""
+        """Simulate `os.ftruncate`."""
         found = self._of(fd)
         self._call("truncate", found.path)
         content = found.node.data
@@ -611,7 +611,7 @@ class Disk:
         self._soil(found.node)
 
     def close_fd(self, fd: int) -> None:
-        """`os.close`."""
+        """Simulate `os.close`."""
         if fd < FIRST_FD:
             os.close(fd)
             return
@@ -619,7 +619,7 @@ class Disk:
         if found is None:
             raise _error(errno.EBADF, f"file descriptor {fd}")
         self.world.look()
-        if self.network and found.node.dirty is not None:  # close-to-open: what is closed is at the server
+        if self.network and found.node.dirty is not None:  # close-to-open: a closed file is at the server
             process = self._process() if found.flags & (os.O_WRONLY | os.O_RDWR) else None
             if process is not None and process.fails and "close" in process.fails[0][0]:
                 self._refuse(found.node)
@@ -627,18 +627,18 @@ class Disk:
             self._sync(found.node)
 
     def stat_fd(self, fd: int) -> Any:
-        """`os.fstat`."""
+        """Simulate `os.fstat`."""
         if fd < FIRST_FD:
             return os.fstat(fd)
         self.world.look()
         return _status(self._of(fd).node)
 
     def append_from_now_on(self, fd: int) -> None:
-        """Each write goes to the end of the file."""
+        """Let each write go to the end of the file."""
         self._of(fd).flags |= os.O_APPEND
 
     def as_file(self, fd: int, mode: str = "rb", *_: Any, **__: Any) -> Any:
-        """`os.fdopen`, of a binary file."""
+        """Simulate `os.fdopen` for a binary file."""
         if fd < FIRST_FD:
             return os.fdopen(fd, mode)
         raw = _File(self, fd, mode)
@@ -647,7 +647,7 @@ class Disk:
         return io.BufferedReader(raw) if mode.startswith("r") else io.BufferedWriter(raw)
 
     def open_file(self, path: Any, mode: str = "r", *rest: Any, **options: Any) -> Any:
-        """`open`."""
+        """Simulate `open`."""
         if self._parts(path) is None:
             if set(mode) & set("wax+"):
                 raise _error(errno.EROFS, path)
@@ -659,14 +659,14 @@ class Disk:
         file = self.as_file(self.open_fd(path, base, 0o666), mode.replace("b", "").replace("t", "") + "b")
         return file if "b" in mode else io.TextIOWrapper(file, encoding=options.get("encoding") or "utf-8")
 
-    # ---- what befalls it
+    # ---- strikes
 
     def power_loss(self, host: Host) -> None:
-        """A machine has lost power: what it had not synced is perhaps lost."""
+        """Drop a random part of the data that a machine had not synced."""
         random = self.world.random
         if not self.network:
             changes, self._pending = self._pending, []
-            if random.random() < 0.5:  # as a journal does: the first ones survive
+            if random.random() < 0.5:  # the first changes survive, as with a journal
                 changes = changes[: random.randrange(len(changes) + 1)]
             else:
                 share = random.random()
@@ -680,7 +680,7 @@ class Disk:
                 node.synced, node.dirty, node.refused = bytes(node.data), None, False
 
     def _survivor(self, node: Node) -> bytes:
-        """What is left of data that was not synced."""
+        """Return the surviving part of unsynced data."""
         old, new = node.synced, bytes(node.data)
         kind = self.world.random.randrange(4)
         if kind == 0:
@@ -712,14 +712,17 @@ class Disk:
                 yield node
 
     def close_all(self, process: Process) -> None:
-        """A process has ended: the kernel closes its files."""
+        """Close the files of a process that has ended, as the kernel does."""
         for fd in [fd for fd, found in self._open.items() if found.process is process]:
             found = self._open.pop(fd)
             if self.network and found.node.dirty is not None:
                 self._sync(found.node)
 
     def files_in(self, path: Any) -> dict[str, bytes]:
-        """The content of each file in a directory by name, for looks from outside; none if there is no directory."""
+        """Return the content of each file in a directory by name, for looks from outside.
+
+        Return {} without a directory.
+        """
         try:
             entries = self._find(self._parts(path) or (), path).entries
         except OSError:
@@ -727,7 +730,7 @@ class Disk:
         return {name: bytes(node.data) for name, node in sorted(entries.items()) if node.kind == modes.S_IFREG}
 
     def tree(self, directory: Node | None = None, prefix: str = ROOT) -> dict[str, bytes]:
-        """The content of each file by path, for looks from outside."""
+        """Return the content of each file by path, for looks from outside."""
         found: dict[str, bytes] = {}
         for name, node in sorted((directory or self.root).entries.items()):
             if node.is_dir:
@@ -739,7 +742,7 @@ class Disk:
 
 @lru_cache(maxsize=20_000)
 def _split(path: str | bytes) -> tuple[str, ...] | None:
-    """The names on the way to a path; None if it is not of this file system."""
+    """Return the names on the way to a path, or None if it is not of this file system."""
     text = os.fsdecode(path)
     if not text.startswith(ROOT):
         return None
@@ -786,7 +789,7 @@ def _status(node: Node) -> SimpleNamespace:
 
 @dataclass
 class _Entry:
-    """What `os.scandir` yields."""
+    """An entry that `os.scandir` yields."""
 
     name: str
     path: str
@@ -814,7 +817,7 @@ class _Entries(list[_Entry]):
 
 
 class _File(io.RawIOBase):
-    """An open file, under Python's own buffers."""
+    """An open file under Python's buffers."""
 
     def __init__(self, disk: Disk, fd: int, mode: str) -> None:
         self._disk, self._fd, self._mode = disk, fd, mode
@@ -823,7 +826,7 @@ class _File(io.RawIOBase):
 
     @property
     def _is_gone(self) -> bool:
-        """A buffer of a process that has ended is flushed when it is collected, perhaps while another one runs."""
+        """Return whether the process has ended. Its buffers are flushed at collection, while another may run."""
         return self._owner is not None and self._owner.dead
 
     def readable(self) -> bool:

@@ -1,6 +1,6 @@
-"""Puts a world in place of the system layer, for as long as it runs, and takes it away again.
+"""Replace the system layer by a world, and restore it when the world ends.
 
-The primitives of `runner.system` are plain names of its modules, and these are replaced. In place of the modules
+The primitives of `runner.system` are plain names of its modules, which are replaced. In place of the modules
 `threading`, `queue` and `signal`, each module of the project finds one that knows the world.
 """
 
@@ -25,11 +25,11 @@ from simulation.disk import Disk
 from simulation.engine import Process, Task, World
 
 Run = Callable[..., Any]
-"""Runs a command to its end, as `subprocess.run` does."""
+"""A function that runs a command to its end, like `subprocess.run`."""
 
 
 def replace(restored: ExitStack, owner: Any, **names: Any) -> None:
-    """Give attributes of a module or class other values, until `restored` is closed."""
+    """Set attributes of a module or class until `restored` is closed."""
     for name, value in names.items():
         restored.callback(setattr, owner, name, getattr(owner, name))
         setattr(owner, name, value)
@@ -37,12 +37,12 @@ def replace(restored: ExitStack, owner: Any, **names: Any) -> None:
 
 @contextmanager
 def installed(world: World, disk: Disk, run: Run | None = None) -> Iterator[None]:
-    """The system layer is that of `world` within the block.
+    """Replace the system layer by `world` within the block.
 
     Args:
-        world: the world.
-        disk: its files.
-        run: what runs commands such as scontrol; without it there are none.
+        world: the world to install.
+        disk: the files of the world.
+        run: runs commands such as scontrol. By default, no commands exist.
     """
     with ExitStack() as restored:
         put = partial(replace, restored)
@@ -64,16 +64,16 @@ DISK = """
     append_from_now_on make_dir rename unlink remove_dir list_dir scan walk remove_tree make_link make_symlink
     read_link_raw disk_usage stat lstat set_times has_access_list open_file
 """.split()
-"""The primitives of `runner.system.files` that a disk provides under the same names."""
+"""Primitives of `runner.system.files` that a disk provides under the same names."""
 
 
 PROJECT = ("runner.", "launch.", "simulation.")
 
 
 def _replace_modules(restored: ExitStack, stand_ins: Mapping[ModuleType, Any]) -> None:
-    """Let the modules of the project find others in place of some modules of Python's, until `restored` is closed.
+    """Replace some Python modules in the modules of the project until `restored` is closed.
 
-    Modules that are imported meanwhile, too: the runner imports some when it needs them.
+    This includes modules imported later, because the runner imports some when it needs them.
     """
     by_name = {module.__name__: stand_in for module, stand_in in stand_ins.items()}
     for name, module in list(sys.modules.items()):
@@ -95,7 +95,7 @@ def _replace_modules(restored: ExitStack, stand_ins: Mapping[ModuleType, Any]) -
 
 
 class _StandIn:
-    """In place of a module of Python's: some of its names are others."""
+    """A Python module with some names replaced."""
 
     def __init__(self, module: ModuleType, names: dict[str, Any]) -> None:
         self.__dict__.update(vars(module) | names)
@@ -160,7 +160,7 @@ def _own(world: World) -> Process | None:
 
 
 def _this_process(world: World) -> dict[str, Any]:
-    """What concerns the process that asks, and its machine."""
+    """Return the replacements for functions about the calling process and its machine."""
 
     def boot_id() -> str | None:
         here = _own(world)
@@ -211,7 +211,7 @@ def _this_process(world: World) -> dict[str, Any]:
 
 
 def _processes(world: World, run: Run | None) -> dict[str, Any]:
-    """What concerns other processes of the same machine."""
+    """Return the replacements for functions about other processes of the same machine."""
 
     def find(pid: int) -> Process | None:
         here = _own(world)
@@ -247,7 +247,7 @@ def _processes(world: World, run: Run | None) -> dict[str, Any]:
 
 
 class _Environment(MutableMapping[str, str]):
-    """The variables of the current process."""
+    """The environment variables of the current process."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -326,7 +326,7 @@ def _stop_flag(world: World) -> dict[str, Any]:
 
 
 class _Output:
-    """What a simulated process prints goes into its own log."""
+    """A stream that writes the output of a simulated process to the log of that process."""
 
     def __init__(self, world: World, real: Any) -> None:
         self._world, self._real = world, real
@@ -354,7 +354,7 @@ class _Output:
 
 
 def _stand_ins(world: World) -> dict[ModuleType, Any]:
-    """What is found in place of modules of Python's."""
+    """Return the replacements for Python modules."""
 
     class Thread(_Thread):
         _world = world
@@ -373,7 +373,7 @@ def _stand_ins(world: World) -> dict[ModuleType, Any]:
 
 
 class _Thread:
-    """`threading.Thread`, as far as it is used."""
+    """The used part of `threading.Thread`."""
 
     _world: World
 

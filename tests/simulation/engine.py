@@ -23,20 +23,20 @@ from greenlet import greenlet
 from runner.system.signals import STOP, STOP_SIGNALS
 
 FATAL = set(STOP_SIGNALS)
-"""Signals that end a process that has no handler for them."""
+"""Signals that end a process without a handler for them."""
 MAX_STEPS = 60_000
-"""After so many steps a story counts as one that does not end."""
+"""Number of steps after which a story counts as endless."""
 NO_DIGITS = {ord(digit): None for digit in "0123456789"}
 STEP_S = 0.002
-"""The longest that a call takes, in seconds of virtual time, unless the world is slow."""
+"""Maximum duration of a call in seconds of virtual time, unless the world is slow."""
 
 
 class Gone(BaseException):
-    """Thrown into what a process was doing when it ended; its calls change nothing any more."""
+    """Raised in the threads of an ended process, whose calls change nothing any more."""
 
 
 class BrokenPromiseError(AssertionError):
-    """Something that must hold in every story did not."""
+    """Raised when a promise that holds in every story is broken."""
 
 
 class Event(NamedTuple):
@@ -47,11 +47,11 @@ class Event(NamedTuple):
     call: str
     detail: object
     shown: bool
-    """Whether it belongs to the story that a person reads; the others are single calls."""
+    """Whether it belongs to the story for a person. Other events are single calls."""
 
     @property
     def what(self) -> str:
-        """What happened. Put together when somebody reads it: of most stories nobody reads the calls."""
+        """Return the text of the event. It is formatted on access, because the calls of most stories are never read."""
         return self.call if self.shown else f"{self.call} {self.detail}"
 
 
@@ -60,13 +60,13 @@ class Host:
     """A machine with a clock of its own.
 
     Attributes:
-        name: of the machine; clones share it.
-        offset_s: how much its wall clock is ahead.
-        drift: by how much its clocks run too fast (0.01: 1 %).
-        boot: counts its starts.
-        booted: when it was started last, in virtual seconds.
-        cut_off: it cannot be reached from elsewhere, but runs.
-        clone_of: the machine from whose image it was made: both have the same name, and number their processes alike.
+        name: name of the machine, which clones share.
+        offset_s: how much the wall clock is ahead, in seconds.
+        drift: how much the clocks run too fast (0.01: 1 %).
+        boot: number of starts.
+        booted: time of the last start, in virtual seconds.
+        cut_off: whether it runs but cannot be reached from elsewhere.
+        clone_of: the machine whose image it has: both share a name and number their processes alike.
     """
 
     name: str
@@ -76,15 +76,15 @@ class Host:
     booted: float = -1000.0
     cut_off: bool = False
     clone_of: str | None = None
-    started: int = 0  # processes since its boot
+    started: int = 0  # processes since the boot
     asleep: bool = False
-    slept_s: float = 0.0  # since its boot: its clocks for intervals stand still meanwhile
+    slept_s: float = 0.0  # since the boot; the clocks for intervals do not count this time
     seen: dict[Any, Any] = field(default_factory=dict, repr=False)
-    """What it remembers of a network file system: see `disk`."""
+    """Cached names of a network file system: see `disk`."""
 
     @property
     def boot_id(self) -> str:
-        """What tells this boot of this machine from others."""
+        """Return the id of this boot of this machine."""
         return f"boot-{self.clone_of or self.name}-{self.boot}{'-clone' if self.clone_of else ''}"
 
 
@@ -95,7 +95,7 @@ class Task:
         self.process = process
         self.name = name
         self.ident = 1000 + len(process.tasks)  # as on other machines
-        self.token = 0  # counts its waits, so that an outdated alarm is not taken for a new one
+        self.token = 0  # counts waits, so that an outdated alarm is not taken for a new one
         self.timed_out = False
         self.over = False
         self.waiters: list[Task] = []
@@ -119,7 +119,7 @@ class Task:
                 process.status = code if isinstance(code, int) else 0 if code is None else 1
         except BrokenPromiseError as error:
             process.world.broken = process.world.broken or error
-        except Exception as error:  # noqa: BLE001 what the real code raised: the scenario judges it
+        except Exception as error:  # noqa: BLE001 the scenario judges what the real code raised
             process.errors.append("".join(traceback.format_exception(error)))
             if self is process.main:
                 process.status = 1
@@ -143,7 +143,7 @@ class Process:
         self.tasks: list[Task] = []
         self.main: Task | None = None
         self.dead = False
-        self.just_thawed = False  # it was frozen in the call that it is in
+        self.just_thawed = False  # it was frozen in its current call
         self.freezes = 0
         self.stopped = False
         self.status: int | None = None
@@ -154,7 +154,7 @@ class Process:
         self.pending: deque[int] = deque()
         self.stop_flag: dict[str, Any] = {**STOP.__dict__, "signum": None, "_interrupts": 0, "_thread": None}
         self.listeners: tuple[Callable[[int], object], Callable[[int], object]] | None = None
-        """Of the first stop signal, and of later ones."""
+        """Callbacks for the first stop signal and for later ones."""
         self.listening: list[Task] = []
         self.umask = 0o022
         self.fails: deque[tuple[frozenset[str], int]] = deque()
@@ -168,16 +168,16 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended; it may be stopped."""
+        """Return whether the process has not ended. It may be stopped."""
         return not self.dead
 
 
 class World:
-    """Everything there is in one story.
+    """The state of one story: machines, processes, threads and the clock.
 
     Args:
-        seed: decides everything.
-        switching: how likely another thread continues after a step.
+        seed: determines the story.
+        switching: probability that another thread continues after a step.
     """
 
     def __init__(self, seed: str, switching: float | None = None) -> None:
@@ -190,11 +190,11 @@ class World:
         self.processes: list[Process] = []
         self.broken: BrokenPromiseError | None = None
         self.features: set[Any] = set()
-        """What has happened in this story, for the search to tell stories apart."""
+        """Kinds of things that have happened in this story, by which the search distinguishes stories."""
         self.checks: list[Callable[[], None]] = []
-        """Called now and then; raise BrokenPromiseError if something does not hold."""
+        """Functions called at intervals. They raise BrokenPromiseError if a promise is broken."""
         self.switched: Callable[[Task], object] = lambda task: None
-        """Called with the thread that continues now: what the interpreter has only once can be exchanged there."""
+        """Functions called with the thread that continues, to exchange state that the interpreter has only once."""
         self._numbers = 0
         self._ready: list[Task] = []
         self._alarms: list[tuple[float, int, Task | None, Any]] = []
@@ -209,14 +209,16 @@ class World:
         self.max_steps = MAX_STEPS
 
     def number(self) -> int:
-        """1, 2, 3 and so on."""
+        """Return 1, 2, 3 and so on."""
         self._numbers += 1
         return self._numbers
 
-    # ---- what the real code does
+    # ---- calls of the real code
 
     def step(self, what: str, detail: object = "") -> None:
-        """One call of the real code: time passes, and another thread may continue; nothing if looked at from outside.
+        """Make one call of the real code. Time passes, and another thread may continue.
+
+        Do nothing in looks from outside.
 
         Raises:
             Gone: the process has ended.
@@ -244,7 +246,7 @@ class World:
             self._handle_signals(process)
 
     def look(self) -> None:
-        """A call that takes no time.
+        """Make a call that takes no time.
 
         Raises:
             Gone: the process has ended.
@@ -253,7 +255,7 @@ class World:
             raise Gone
 
     def leave(self) -> None:
-        """The current thread goes no further: its process has ended.
+        """Leave the current thread, whose process has ended.
 
         Raises:
             Gone: always.
@@ -272,7 +274,7 @@ class World:
             raise Gone
 
     def sleep(self, seconds: float) -> None:
-        """The current thread waits for a time of its machine's clock."""
+        """Let the current thread sleep for `seconds` of its machine's clock."""
         task = self.current
         if task is None:
             return
@@ -282,7 +284,7 @@ class World:
         self._handle_signals(task.process, task)
 
     def wait(self, waiters: list[Task], timeout: float | None) -> bool:
-        """The current thread waits until `wake` is called with `waiters`; False if the time was up first."""
+        """Let the current thread wait until `wake` is called with `waiters`. Return False after the timeout."""
         task = self.current
         assert task is not None, "nobody waits outside of a story"
         self.look()
@@ -298,12 +300,12 @@ class World:
         return not task.timed_out
 
     def join(self, task: Task, timeout: float | None = None) -> None:
-        """The current thread waits until another one has ended, or the time is up."""
+        """Let the current thread wait until another one has ended, or until the timeout."""
         if not task.over:
             self.wait(task.waiters, timeout)
 
     def wake(self, waiters: list[Task]) -> None:
-        """Let everybody continue who waits in `waiters`."""
+        """Wake all threads that wait in `waiters`."""
         for task in waiters:
             task.token += 1
             self._make_ready(task)
@@ -316,7 +318,7 @@ class World:
         heapq.heappush(self._alarms, (due, self.number(), task, task.token))
 
     def at(self, seconds: float, action: Callable[[], object]) -> None:
-        """Call `action` from outside after a true time."""
+        """Call `action` from outside after `seconds` of true time."""
         heapq.heappush(self._alarms, (self.now + seconds, self.number(), None, action))
 
     def strike_at(self, step: int, action: Callable[[], object]) -> None:
@@ -338,7 +340,7 @@ class World:
         (task.process.held if task.process.stopped else self._ready).append(task)
 
     def task_ended(self, task: Task) -> None:
-        """A thread has ended; with the main one ends its process, unless that has ended already."""
+        """Note the end of a thread. The end of the main thread ends the process, unless it has ended already."""
         self.wake(task.waiters)
         process = task.process
         if task is process.main and not process.dead:
@@ -370,7 +372,7 @@ class World:
         self._end(process)
 
     def exit(self, process: Process, status: int) -> None:
-        """The process ends itself at once (`_exit`)."""
+        """End the current process at once (`_exit`)."""
         if not process.dead:
             process.status = status
             self.tell(f"exits with status {status}", process.name)
@@ -385,7 +387,7 @@ class World:
             self._do_urgent()
 
     def _unwind(self, process: Process) -> None:
-        """Throw Gone into every thread of a process that has ended; only the hub may, to which they return."""
+        """Throw Gone into every thread of an ended process. Only the hub may do this, because they return to it."""
         for task in process.tasks:
             if not task.over and task.greenlet:
                 self.current = task
@@ -404,7 +406,7 @@ class World:
         self.current = before
 
     def close(self) -> None:
-        """End whatever still runs, when nobody wants to know how the story continues."""
+        """End all running processes, when the rest of the story is not needed."""
         for process in self.processes:
             process.dead = True
             process.on_end.clear()
@@ -430,7 +432,10 @@ class World:
             self.tell("continues", process.name)
 
     def suspend(self, host: Host, seconds: float) -> None:
-        """A machine sleeps for a while (a laptop is shut): its clocks for intervals stand still, its wall clock not."""
+        """Suspend a machine for a while, like a closed laptop.
+
+        Its clocks for intervals stand still, its wall clock does not.
+        """
         if host.asleep:
             return
         host.asleep = True
@@ -471,7 +476,7 @@ class World:
                 self.listen(process, signum)
 
     def listen(self, process: Process, signum: int) -> None:
-        """Call the listener of a signal, after those of the signals before it."""
+        """Call the listener of a signal, after the listeners of earlier signals."""
         assert process.listeners is not None
         before = process.listening[-1:]
         listener = process.listeners[bool(before)]
@@ -493,7 +498,7 @@ class World:
                 handler(signum, None)
 
     def power_loss(self, host: Host) -> list[Process]:
-        """All processes of a machine end, and it starts anew."""
+        """End all processes of a machine and start it again."""
         self.tell("loses power", host.name)
         ended = [process for process in self.processes if process.host is host and process.alive]
         for process in ended:
@@ -507,10 +512,10 @@ class World:
     # ---- the loop
 
     def run(self) -> None:
-        """Let everything happen until nothing is left to happen.
+        """Run until nothing is left to happen.
 
         Raises:
-            BrokenPromiseError: something did not hold, or the story does not end.
+            BrokenPromiseError: a promise is broken, or the story does not end.
         """
         while self.broken is None:
             self._do_urgent()
@@ -564,7 +569,7 @@ class World:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Calls in the block are looks from outside: no steps, no errors."""
+        """Make the calls in the block looks from outside: no steps, no errors."""
         before, self.current = self.current, None
         try:
             yield
