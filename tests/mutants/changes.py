@@ -1,7 +1,7 @@
 """Find the small changes that can be made to a module in its syntax tree, and draw them in a random order.
 
-A change's identity depends on its file, the text of its line and the edit. Code that moves keeps its changes,
-their order and their judgements. Docstrings, type hints, messages, logging and assertions are left alone.
+A change's identity depends on its file, the text of its line and the edit. Code that moves keeps its changes, their
+order and their judgements. Docstrings, type hints, messages, logging and assertions are left alone.
 """
 
 from __future__ import annotations

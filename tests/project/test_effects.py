@@ -1,7 +1,7 @@
 """Check that effects go through `runner.system`, so that one patch replaces the clock, the files or the processes.
 
-The rule holds for whole packages, and looking at a path is an effect, too. Functions that only read
-the current directory or the home directory (`absolute`, `abspath`, `cwd`, `expanduser`) are allowed.
+The rule holds for whole packages, and looking at a path is an effect, too. Functions that only read the current
+directory or the home directory (`absolute`, `abspath`, `cwd`, `expanduser`) are allowed.
 """
 
 from __future__ import annotations

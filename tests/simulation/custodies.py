@@ -230,7 +230,7 @@ class Custodies(Scenario):
             (provenance, "code_changes"): lambda *_: [],
             (provenance, "describe_sources"): lambda *_: {},
             (submitted_jobs, "_known_launcher"): lambda name: launcher,
-            (checkpoint_dir, "_COUNT"): count(),  # the count is part of names, which must be the same in every process
+            (checkpoint_dir, "_COUNT"): count(),  # part of names, which must be repeatable
             (custody, "TIMEOUT_S"): TIMEOUT_S,
             (leases, "MIN_INTERVAL_S"): TIMEOUT_S / 6,  # heartbeats would otherwise be a third of all calls
             (attempts, "attempt"): self._attempt_under,
@@ -792,7 +792,7 @@ class Custodies(Scenario):
                 self._continue(place, name)
 
     def _continue(self, place: Path, name: str) -> None:
-        """Take each lease of the run, sweep, and pack the run again."""
+        """Take each lease of the run and sweep. Pack the run again if a killed archive left files."""
         run = RunDir(place)
         with custody.custody(run) as held:
             Directory(run.checkpoints, Fence(held.lease.fence, held.lease.check_fence)).sweep()

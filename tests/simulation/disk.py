@@ -7,9 +7,9 @@
              synced, or its file closed. A machine caches for a while which names a directory has and which files
              are missing (`OLD_S`), unless it has changed that directory. Opening a file always asks the server.
 
-A call may fail with an error that a strike has prepared (`Process.fails`). Calls that need room fail with ENOSPC
-while the disk is full. On a network file system a failed call may have changed a name: the
-server has done it, and its answer was lost.
+A call may fail with an error that a strike has prepared (`Process.fails`). Calls that need room fail with ENOSPC while
+the disk is full. On a network file system a failed call may have changed a name: the server has done it, and its answer
+was lost.
 """
 
 from __future__ import annotations
@@ -583,9 +583,9 @@ class Disk:
     def _refuse(self, node: Node) -> None:
         """Lose data that could not be written. The kernel may count it as written from now on.
 
-        A local file system still reads it. On a network file system it is at the server with a lost answer, or
-        nowhere. Data of other processes is not affected: the kernel reports to each writer what was lost
-        since that writer opened the file.
+        A local file system still reads it. On a network file system it is at the server with a lost answer, or nowhere.
+        Data of other processes is not affected: the kernel reports to each writer what was lost since that writer
+        opened the file.
         """
         if node.is_dir or node.dirty is None or node.writer is not self._process():
             return

@@ -1,8 +1,8 @@
-"""The scenario of jobs: runs that are submitted to Slurm, stopped, requeued, and resumed by whoever may.
+"""Play the scenario of jobs: runs are submitted to Slurm, stopped, requeued, and resumed.
 
-Real are the command (`runner.cli.start`), the launcher and what a job does in `launch`, the batch script's text in a
-real bash, and the attempt with its lease, log and budgets. Small models stand for Slurm itself (`slurm`), for what
-submitit writes (a script), and for the training: a step is a pause, a save has a few bytes.
+The command (`runner.cli.start`), the launcher, the job in `launch`, the batch script's text in a real bash, and the
+attempt with its lease, log and budgets are real. Small models replace Slurm (`slurm`), the script that submitit writes,
+and the training: a step is a pause, a save has a few bytes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ JOBS_KINDS = {
 
 @cache
 def _composed(runs: int, retry_failed: bool) -> tuple[Composed, ...]:
-    """The runs of a command; composed once, before any story."""
+    """Return the runs of a command. They are composed once, before any story."""
     if (runs, retry_failed) != (1, False):
         (first,) = _composed(1, False)
         return tuple(_varied(first, number, retry_failed) for number in range(1, runs + 1))
@@ -88,25 +88,25 @@ def _composed(runs: int, retry_failed: bool) -> tuple[Composed, ...]:
 
 
 def _varied(first: Composed, number: int, retry_failed: bool) -> Composed:
-    """As it would be composed for another run of the same command."""
+    """Return the run as if composed for another run of the same command."""
     plain = deepcopy(first.plain)
     plain["launcher"]["retry_failed"], plain["seed"] = retry_failed, number
     run_dir = RUNS / f"run{number}"
     plain["run"]["dir"] = str(run_dir)
     config = replace(first.config, seed=number, run=replace(first.config.run, dir=str(run_dir)))
     made = replace(first, config=config, plain=plain, run_dir=run_dir)
-    made.text  # noqa: B018 kept from now on
+    made.text  # noqa: B018 caches the text
     return made
 
 
 @cache
 def _launcher(retry_failed: bool) -> Any:
-    """The launcher of a command: what Hydra does for that is the same in every story."""
+    """Return the launcher of a command. Hydra's part is the same in every story."""
     return targets.instantiate("launcher", _composed(1, retry_failed)[0].plain["launcher"])
 
 
 def _load(really: Callable[[Path], Any], run_dir: Path) -> Any:
-    """The frozen config of a run; those that commands write are not parsed."""
+    """Return the frozen config of a run. Configs written by commands are known and not parsed."""
     text = b""
     with suppress(OSError):
         text = files.read_regular(RunDir(run_dir).config)
@@ -120,7 +120,7 @@ def _configs() -> dict[bytes, Any]:
 
 
 class Jobs(Scenario):
-    """One run, or two as an array; the command is given now and then."""
+    """One run, or two as an array, and commands that start them at random times."""
 
     name = "jobs"
     kinds = COMMON | JOBS_KINDS
@@ -144,7 +144,7 @@ class Jobs(Scenario):
         self._broken_until = 0.0
         self._killed_next = 0
         self._acquired: dict[Path, int] = {}
-        self._finished: dict[Path, int] = {}  # by which number
+        self._finished: dict[Path, int] = {}  # by number of the attempt that finished the run
         self._ranks: dict[tuple[Job, int], Process] = {}  # by start of a job
         self._batches: dict[tuple[Job, int], Process] = {}
         self._locked: set[Path] = set()
@@ -152,14 +152,17 @@ class Jobs(Scenario):
 
     @property
     def runs(self) -> list[RunDir]:
-        """The run directories."""
+        """Return the run directories."""
         return [RunDir(each.run_dir) for each in _composed(self.count, False)]
 
-    # ---- what is replaced
+    # ---- replacements
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """The training, submitit, the description of the code; the lease beats slowly (it has its own scenario)."""
+        """Replace training, submitit and the code's description.
+
+        Slow down heartbeats, which have their own scenario.
+        """
         session = ModuleType("runner.training.session")
         session.Session = SimpleNamespace(open=partial(_Session, self))  # type: ignore[attr-defined]
         with ExitStack() as restored:
@@ -176,8 +179,8 @@ class Jobs(Scenario):
             put(frozen, "load", partial(_load, frozen.load))
             put(launcher, "make_launcher", lambda node: _launcher(node["retry_failed"]))
             put(lease, "MIN_INTERVAL_S", 2.0)
-            put(lease, "POLL_S", 1.0)  # a job that waits has to hear of a signal in the shortest grace time
-            put(checkpoint_dir, "_COUNT", count())  # it is in names, and these are to be the same in every process
+            put(lease, "POLL_S", 1.0)  # a waiting job must notice a signal in the shortest grace time
+            put(checkpoint_dir, "_COUNT", count())  # part of names, which must be repeatable
             before = sys.modules.get(session.__name__)
             sys.modules[session.__name__] = session
             try:
@@ -188,7 +191,7 @@ class Jobs(Scenario):
                     sys.modules[session.__name__] = before
 
     def run(self, *command: Any, **options: Any) -> Any:
-        """Run a command of Slurm; there are no others."""
+        """Run a command of Slurm. There are no other commands."""
         words = [str(word) for word in command[0]]
         if "git" in words[:1]:
             raise FileNotFoundError(2, "there is no git in this world")
@@ -197,7 +200,7 @@ class Jobs(Scenario):
     # ---- the user
 
     def begin(self) -> None:
-        """The command is given once, and perhaps again later."""
+        """Start the command once, and perhaps again later."""
         self.disk.make_dir(RUNS)
         self.disk.watchers.append(self._watch)
         _composed(self.count, True)
@@ -215,14 +218,14 @@ class Jobs(Scenario):
         self._began[process] = {run.path: self._live_since_before(run.path) for run in self.runs}
 
     def _live_since_before(self, run: Path) -> Job | str:
-        """The job that job.json names, if it is queued or running."""
+        """Return the job that job.json names if it is queued or running, or "finished", or ""."""
         with self.world.outside():
             recorded = files.read_object(RunDir(run).job)
             done = Finish.of(RunDir(run)).steps
         if done:
             return "finished"
         job = self.slurm.jobs.get(str(recorded.get("job_id")))
-        if job is None or str(recorded.get("submission")) not in job.path:  # ids come again
+        if job is None or str(recorded.get("submission")) not in job.path:  # Slurm reuses ids
             return ""
         return job if not job.is_over and job.state != "COMPLETING" else ""
 
@@ -233,7 +236,7 @@ class Jobs(Scenario):
         except UserError as error:
             print(error)
             status = int(error.status)
-        except OSError as error:  # one line, too: see `runner.__main__.run`
+        except OSError as error:  # one line, as in `runner.__main__.run`
             if error.filename is None:
                 raise
             print(error)
@@ -250,7 +253,7 @@ class Jobs(Scenario):
         return f"Submitted batch job {job_id}\n"
 
     def _submitted(self, job: Job) -> None:
-        """A run that was finished, or queued or running all the time, is not submitted by a later command."""
+        """Check that a later command submits no run that was finished, queued or running all the time."""
         run, process = self._run_of(job), job.script["by"]
         before = self._began.get(process, {}).get(run, "")
         self.must(before != "finished", f"{process.name} submits {run.name}, which was finished before it began")
@@ -291,7 +294,7 @@ class Jobs(Scenario):
         environment = self._environment(job)
         name = f"batch {job.job_id}.{job.restarts}"
         process = self.spawn(job.host, name, partial(self._batch, job, environment), **environment)
-        # Its shell outlives them from its first line on.
+        # The shell of a batch script survives these signals from its first line on.
         process.handlers |= dict.fromkeys((15, 10, 12), lambda *_: None)
         self._batches[job, job.restarts] = process
         return process
@@ -346,7 +349,7 @@ class Jobs(Scenario):
         sys.exit(Batch(world, self.disk, job.script["text"], folder, _mark(job), environment, commands).run())
 
     def _rank(self, job: Job) -> None:
-        """What srun starts."""
+        """Run the command that srun starts."""
         folder = Path(job.script["folder"])
         if self.world.now < self._broken_until:
             self.world.tell("cannot start: the environment is broken", f"rank {job.job_id}")
@@ -359,7 +362,7 @@ class Jobs(Scenario):
             if isinstance(end.code, str):
                 sys.exit(1)
             raise
-        except OSError:  # what the disk refuses
+        except OSError:  # the disk refuses a call
             sys.exit(1)
 
     # ---- strikes
@@ -369,7 +372,7 @@ class Jobs(Scenario):
         return jobs[int(choice * len(jobs))] if jobs else None
 
     def strike(self, kind: str, choice: float) -> None:
-        """Let something befall somebody."""
+        """Let a strike happen."""
         rest = Random(f"jobs {choice}")
         if kind in self.STRIKES:
             self.STRIKES[kind](self, choice, rest)
@@ -434,7 +437,7 @@ class Jobs(Scenario):
             self.slurm.cancel(job, _lag(rest))
 
     def _term(self, choice: float, rest: Random) -> None:
-        """From elsewhere: also to a rank that Slurm does not know any more."""
+        """Send SIGTERM from elsewhere, perhaps to a rank that Slurm has forgotten."""
         ranks = [(rank, start) for start, rank in self._ranks.items() if rank.alive]
         if ranks:
             rank, (job, restarts) = ranks[int(choice * len(ranks))]
@@ -457,7 +460,7 @@ class Jobs(Scenario):
             self.slurm.requeue(job)
 
     def _hinder(self, kind: str, process: Process | None) -> None:
-        """Note what keeps a job from requeueing itself in time."""
+        """Note events that keep a job from requeueing in time."""
         for job in self.slurm.jobs.values():
             if process in job.processes and kind in ("kill", "freeze", "error"):
                 job.hindered = True
@@ -476,7 +479,7 @@ class Jobs(Scenario):
         host.cut_off = True
         self.world.tell("is cut off from Slurm", host.name)
         self.world.at(rest.choice((1.0, 10.0)), partial(self._found_lost, host))
-        if rest.random() < 0.5:  # its memory is full, say, as that of the next one will be; it recovers for a while
+        if rest.random() < 0.5:  # say its memory is full, as that of the next one will be; it recovers for a while
             self.world.suspend(host, HOLD_S + rest.uniform(0.0, 60.0))
             self._killed_next += rest.choice((0, 1))
             self.world.at(900.0, partial(self.slurm.node_back, host))
@@ -509,7 +512,7 @@ class Jobs(Scenario):
     }
 
     def power_loss(self, host: Host) -> None:
-        """A node that loses power is down for Slurm until it is back; nobody may work on the login node meanwhile."""
+        """Cut the power. A node is then down for Slurm until it is back, and the login node is unusable."""
         if host is not self.hosts[0]:
             self.slurm.node_lost(host)
         super().power_loss(host)
@@ -519,15 +522,15 @@ class Jobs(Scenario):
     # ---- what must hold
 
     def begins(self, run: RunDir, record: dict[str, Any], fence: int) -> None:
-        """An attempt is about to train: not after three of its job in a row that failed without a new checkpoint.
+        """Check an attempt before it trains: not after three failed attempts of its job without a new checkpoint.
 
-        And not after one of a later start of its job. From now on no older one saves anything, unless the disk has
-        refused to remove what that was writing.
+        Nor after an attempt of a later start of its job. From now on no older attempt saves anything, unless the disk
+        has refused to remove its temporary files.
         """
         with self.world.outside():
             holder = lease.read_holder(run.lease)
             if holder is not None and holder[0] > fence:
-                return  # it was frozen meanwhile, and finds that out at its first write
+                return  # it was frozen, and notices that at its first write
             ended = ended_attempts(run)
             if not checkpoint_dir.leftovers(run.checkpoints):
                 self._acquired[run.path] = max(self._acquired.get(run.path, 0), fence)
@@ -542,7 +545,7 @@ class Jobs(Scenario):
             line for line in ended if is_same_job(line, record) and line["restart_count"] > record["restart_count"]
         ]
         self.must(not later, f"{run.path.name} is trained by {record}, an earlier start than {later}")
-        # The files of such a job never got their names: nothing that it could train.
+        # The files of such a job never got their names, so it has nothing to train.
         orphans = [job.job_id for job in self.slurm.all_jobs if job.script["orphan"] and _is_of(job, record)]
         self.must(not orphans, f"{run.path.name} is trained by the job of a command that was gone: {orphans}")
         self.must(len(stuck) < 3, f"{run.path.name} is tried again after three attempts without progress: {stuck}")
@@ -553,7 +556,7 @@ class Jobs(Scenario):
             return
         run = Path(ROOT, *Path(target).relative_to(ROOT).parts[:2])
         fence = int(match[1]) if (match := re.search(r"\.tmp-(?:lease-)?(\d+)-", path)) else 0
-        # Who finished it writes the mark again if the disk refused the sync of its name.
+        # The finisher writes the mark again if the disk refused the sync of its name.
         again = target.endswith("finished.json") and fence == self._finished.get(run)
         self.must(again or run not in self._finished, f"{target} is written although the run was finished")
         newest = self._acquired.get(run, 0)
@@ -564,7 +567,7 @@ class Jobs(Scenario):
             self._finished[run] = fence
 
     def on_end(self, process: Process) -> None:
-        """Nothing but the end of its work may end a process."""
+        """Check the end of a process: no traceback, and no run with two jobs after the last command."""
         self.must(not process.errors, f"{process.name} ended with a traceback:\n{''.join(process.errors)}")
         others = [each for each in self._began if each.alive]
         if process in self._began and process.status == 0 and not others:
@@ -575,13 +578,13 @@ class Jobs(Scenario):
                     if self._run_of(job) == run.path
                     and job.after == ""
                     and not job.cancelled
-                    # A request that outlived its command may come after the look at the queue: that job ends itself.
+                    # A request that outlived its command may arrive after the check of the queue. That job exits.
                     and not job.script["orphan"]
                 ]
                 self.must(len(live) < 2, f"{process.name} leaves {run.path.name} with the jobs {live}")
 
     def finish(self) -> None:
-        """Each run comes back by itself or says why not; and in calm weather the command finishes all of them."""
+        """Check that each run resumes or gives a reason. Then finish all runs with the command, without strikes."""
         self._calm()
         self.world.run()
         self._must_be_quiet()
@@ -614,7 +617,7 @@ class Jobs(Scenario):
         self.must(not queued, f"jobs are left in the queue: {queued}")
 
     def _judge(self, run: RunDir) -> None:
-        """A run that is not finished, and has no job, says why."""
+        """Check that an unfinished run without a job gives a reason."""
         if Finish.of(run).steps == STEPS:
             return
         jobs = [job for job in self.slurm.all_jobs if self._run_of(job) == run.path and not job.withdrawn]
@@ -623,7 +626,7 @@ class Jobs(Scenario):
         said = status_of(run).get("state")
         if said in ("failed", "crash loop", "cancelled", "stuck"):
             return
-        if run.path in self._locked:  # waited five minutes for a live process, and said so in its log
+        if run.path in self._locked:  # it waited five minutes for a live process, and reported so in its log
             return
         with suppress(OSError):
             name = f"/{_mark(jobs[-1])}.starts"
@@ -637,28 +640,30 @@ class Jobs(Scenario):
         )
 
     def _is_excused(self, job: Job) -> bool:
-        """Whether no program could have brought this job back, or was to."""
-        if job.cancelled or job.state == "NODE_FAIL":  # the site does not let it be requeued after a lost node
+        """Return whether no program could have requeued this job, or none should."""
+        if job.cancelled or job.state == "NODE_FAIL":  # the site forbids a requeue after a lost node
             return True
         last = job.truth.get(job.began_with, set())
-        # Slurm ends a job whose batch script is killed as FAILED, for good; nobody is left on the node to object.
+        # Slurm ends a job as FAILED, for good, when its batch script is killed. No process of it is left on the node.
         if {"lost", "batch script killed"} & last:
             return True
-        # The disk refused even the record of the end, again and again: the log says so.
+        # The disk refused the record of the end every time, and the log reports it.
         rank = self._ranks.get((job, job.began_with))
         if rank is not None and any("could not be recorded" in line for line in rank.output):
             return True
-        # The disk refused the note of the last failed start, or an earlier start, on a node that was cut off and slept,
-        # has written its own over it: the log says so.
+        # The disk refused the note of the last failed start. Or an earlier start, on a node that was cut off and slept,
+        # has
+        # overwritten that note. The log reports both.
         batch = self._batches.get((job, job.began_with))
         if batch is not None and any("not requeued" in line for line in batch.output):
             return True
-        # Slurm was ending the job, and its machine died or Slurm did not answer until it had: nobody is left to requeue
-        # it, and nothing is requeued on a guess.
+        # While Slurm was ending the job, its machine died or Slurm did not answer. No process is left to requeue it,
+        # and the
+        # runner never requeues on a guess.
         return job.state in ("TIMEOUT", "PREEMPTED") and (job.hindered or "node failure" in last)
 
     def _judge_causes(self) -> None:
-        """What is recorded as the end of an attempt is what happened, unless Slurm's answers were lost."""
+        """Check that the recorded cause of each attempt is a true one, unless Slurm's answers were lost."""
         for run in self.runs:
             for line in ended_attempts(run):
                 cause = line["cause"]
@@ -677,29 +682,29 @@ class Jobs(Scenario):
 
 
 def _is_of(job: Job, attempt: dict[str, Any]) -> bool:
-    """Whether an attempt was one of this job, which its id alone does not say: ids come again."""
+    """Return whether an attempt was one of this job. The id is not enough, because Slurm reuses ids."""
     return (job.job_id, job.script["submission"]) == (attempt.get("job_id"), attempt.get("submission"))
 
 
 def _mark(job: Job) -> str:
-    """How the names of the marker files of a job begin."""
+    """Return the prefix of the names of a job's marker files."""
     return requeue.mark(job.job_id, job.script["submission"])
 
 
 def _lag(rest: Random) -> float:
-    """How long after the signal the state follows that explains it, in seconds."""
+    """Return the seconds between a signal and the state that explains it."""
     return rest.choice((0.0, 0.0, rest.uniform(0.05, 1.3)))
 
 
 def _script(folder: Path, python: str, runs: int, parameters: dict[str, Any]) -> str:
-    """What submitit writes: the options, and the lines around srun."""
+    """Return the script that submitit writes: the options, and the lines around srun."""
     name = next(line for line in parameters["setup"] if line.startswith("REQUEUE_SUBMISSION=")).partition("=")[2]
     told = {"count": runs, "folder": str(folder), "name": parameters["job_name"], "submission": name}
     return "\n".join([f"# {json.dumps(told)}", *parameters["setup"], "srun"]) + "\n"
 
 
 class _Session:
-    """Stands for the training: a step is a pause, a save a checkpoint of a few bytes."""
+    """A replacement for training: a step is a pause, a save a checkpoint of a few bytes."""
 
     def __init__(self, story: Jobs, run: RunDir, config: Any, world: Any, log: Any, held: lease.Lease) -> None:
         self._story, self._run, self._log = story, run, log

@@ -1,4 +1,4 @@
-"""The scenario of the lease: several processes want to work on one run directory; one at a time may."""
+"""Play the scenario of the lease: several processes want to write to one run directory, and only one may at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WRITES = 4
 
 
 class Leases(Scenario):
-    """Each process acquires the lease, replaces a file of the run a few times under its guard, and releases it."""
+    """Processes that acquire the lease, replace a file of the run a few times under its guard, and release it."""
 
     name = "lease"
     kinds = COMMON | {"another": "one more process wants the lease"}
@@ -29,13 +29,13 @@ class Leases(Scenario):
     host_names = ("node1", "node2", "node3")
 
     def begin(self) -> None:
-        """Two or three processes."""
+        """Start two or three processes."""
         self._count = 0
         self._acquired = 0  # the highest number whose holder has begun to work
         self._holders: dict[int, str] = {}  # by number
         self._landed = (0, 0)  # (number of the holder, count) in the file
-        self._kept = (0, 0)  # what a holder was told is written
-        self._disturbed: set[Process] = set()  # whose heart may have stopped for a while
+        self._kept = (0, 0)  # the last write that succeeded
+        self._disturbed: set[Process] = set()  # processes whose heartbeat may have stopped for a while
         self.disk.watchers.append(self._watch)
         self.world.checks.append(self._look)
         self.disk.make_dir(RUN)
@@ -50,7 +50,7 @@ class Leases(Scenario):
         self.spawn(host, f"worker {self._count}", partial(self._work, self.random.uniform(0.0, 3.0)))
 
     def strike(self, kind: str, choice: float) -> None:
-        """Let something befall somebody."""
+        """Let a strike happen."""
         if kind == "another":
             self._another()
             return
@@ -91,7 +91,7 @@ class Leases(Scenario):
             self._kept = max(self._kept, (lease.fence, count))
 
     def _watch(self, what: str, path: str, to: str) -> None:
-        """A newer holder that has begun to work must not find its file replaced by an older one."""
+        """Check that no older holder replaces the file after a newer one has begun to work."""
         if what != "rename" or to != str(VALUE):
             return
         fence, count = self._value() or (0, 0)
@@ -112,11 +112,11 @@ class Leases(Scenario):
         self.must((found or (0, 0)) >= self._kept, f"{VALUE.name} is {found}, but {self._kept} was written durably")
 
     def on_end(self, process: Process) -> None:
-        """Nothing but the end of its work may end a process."""
+        """Check that a process ends without a traceback."""
         self.must(not process.errors, f"{process.name} ended with a traceback:\n{''.join(process.errors)}")
 
     def finish(self) -> None:
-        """Whoever comes last gets the lease, whatever was left behind."""
+        """Check that the last process gets the lease, whatever was left behind."""
         self._look()
         self.disk.full = False
         got, highest = list[Lease](), self._acquired

@@ -1,4 +1,4 @@
-"""Plays schedules by the command, in a process of its own: so that what a seed brings is the same again."""
+"""Run the simulation's command in a new process, so that a seed always gives the same story."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CLONE = Path(__file__).resolve().parents[2]
 
 
 def command(*words: str, timeout: float = 500, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python -m WORDS` with the modules of tests/."""
+    """Run `python -m WORDS` with the modules of tests/."""
     variables = {**os.environ, "PYTHONPATH": f"{CLONE}:{CLONE / 'tests'}", **environment}
     line = [sys.executable, "-m", *words]
     return subprocess.run(line, env=variables, capture_output=True, text=True, check=False, timeout=timeout)

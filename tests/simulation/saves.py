@@ -1,4 +1,4 @@
-"""A checkpoint of one small file, committed as the saver commits: for scenarios that train no model."""
+"""Commit a checkpoint of one small file as the saver does, for scenarios without a model."""
 
 from __future__ import annotations
 

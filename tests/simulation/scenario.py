@@ -1,4 +1,4 @@
-"""A scenario: which processes run, what may befall them, what must hold; and one story of it from a schedule."""
+"""Define a scenario by its processes, possible strikes and promises, and play one story of it from a schedule."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ERROR_CALLS = (
 )
 FULL_S = (1.0, 30.0)
 FROZEN_S = (0.5, 3.0, 20.0, 90.0, 400.0)
-"""How long a process is frozen: shorter and longer than anybody waits for it."""
+"""How long a process is frozen, in seconds: shorter and longer than other processes wait for it."""
 
 COMMON = {
     "kill": "a process is killed",
@@ -36,23 +36,23 @@ COMMON = {
     "power": "a machine loses power",
     "suspend": "a machine is suspended, and wakes up later",
 }
-"""What may befall any process."""
+"""Strikes that any process may get."""
 
 
 class Scenario:
-    """What a story is made of. Subclasses start processes in `begin` and say in `finish` what must hold at the end.
+    """The base class of scenarios. Subclasses start processes in `begin` and check promises in `finish`.
 
     Args:
-        world: where it happens.
-        schedule: what befalls whom.
+        world: the world of the story.
+        schedule: the strikes of the story.
     """
 
     name: ClassVar[str] = ""
     kinds: ClassVar[Mapping[str, str]] = COMMON
     horizon: ClassVar[int] = 400
-    """About how many steps a story takes when nothing befalls anybody."""
+    """Approximate number of steps of a story without strikes."""
     network: ClassVar[bool | None] = None
-    """Whether the files are on a network file system; None: in every other story."""
+    """Whether the files are on a network file system. None: in every other story."""
     host_names: ClassVar[tuple[str, ...]] = ("node1", "node2")
 
     def __init__(self, world: World, seed: str) -> None:
@@ -70,18 +70,18 @@ class Scenario:
         raise FileNotFoundError(errno.ENOENT, "there are no commands in this world")
 
     def around(self) -> AbstractContextManager[None]:
-        """Entered before the story and left after it: what the scenario changes in the interpreter is put back."""
+        """Return a context manager for the story. It restores the scenario's changes of the interpreter at the end."""
         return nullcontext()
 
     def begin(self) -> None:
-        """Start the processes that the story begins with."""
+        """Start the first processes of the story."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Check what must hold once nothing happens any more.
+        """Check the promises once nothing is left to happen.
 
         Raises:
-            BrokenPromiseError: it does not.
+            BrokenPromiseError: a promise is broken.
         """
         raise NotImplementedError
 
@@ -93,15 +93,15 @@ class Scenario:
         return process
 
     def on_end(self, process: Process) -> None:
-        """A process has ended."""
+        """Check the end of a process."""
 
     def choose(self, choice: float) -> Process | None:
-        """The process that a strike befalls."""
+        """Return the process that gets a strike."""
         alive = [process for process in self.world.processes if process.alive]
         return alive[int(choice * len(alive))] if alive else None
 
     def strike(self, kind: str, choice: float) -> None:
-        """Let something befall somebody."""
+        """Let a strike happen."""
         process, world = self.choose(choice), self.world
         rest = Random(f"strike {choice}")
         if kind == "full":
@@ -127,7 +127,7 @@ class Scenario:
             raise AssertionError(f"no such strike: {kind}")
 
     def power_loss(self, host: Host) -> None:
-        """A machine loses power and starts again."""
+        """Cut the power of a machine and start it again."""
         self.world.power_loss(host)
         self.disk.power_loss(host)
 
@@ -136,28 +136,28 @@ class Scenario:
         self.world.tell("has room again", "disk")
 
     def must(self, holds: object, text: str) -> None:
-        """Check something.
+        """Check a condition.
 
         Raises:
             BrokenPromiseError: it does not hold.
         """
         if not holds:
             error = BrokenPromiseError(text)
-            self.world.broken = self.world.broken or error  # the real code may catch what is raised in it
+            self.world.broken = self.world.broken or error  # the real code may catch the error that is raised in it
             raise error
 
 
 @dataclass(frozen=True)
 class Story:
-    """How a schedule went.
+    """The result of a schedule.
 
     Attributes:
-        schedule: which one.
-        broken: what did not hold; None if everything did.
-        events: what happened.
-        features: what kinds of things happened in it.
-        steps: calls of the real code.
-        seconds: of real time that it took.
+        schedule: the schedule of the story.
+        broken: the broken promise, or None.
+        events: the events of the story.
+        features: the kinds of things that happened.
+        steps: number of calls of the real code.
+        seconds: real time that the story took.
     """
 
     schedule: Schedule
@@ -169,7 +169,7 @@ class Story:
 
 
 def play(kind: type[Scenario], schedule: Schedule) -> Story:
-    """Let one story happen."""
+    """Play one story."""
     began = time.perf_counter()
     world = World(f"{kind.name} {schedule.seed}", schedule.switching)
     scenario = kind(world, schedule.seed)
@@ -184,13 +184,13 @@ def play(kind: type[Scenario], schedule: Schedule) -> Story:
             _check_end(world)
         except BrokenPromiseError as error:
             broken = str(error)
-        except Exception:  # noqa: BLE001 whatever it is, the search has to name the schedule
+        except Exception:  # noqa: BLE001 the search has to name the schedule of any error
             broken = f"the simulation itself failed:\n{traceback.format_exc()}"
     return Story(schedule, broken, world.events, frozenset(world.features), world.steps, time.perf_counter() - began)
 
 
 def _check_end(world: World) -> None:
-    """Nothing is left to happen: whoever is still alive waits for something that never comes."""
+    """Check that all processes have ended. Otherwise a live one waits for something that never comes."""
     waiting = [process.name for process in world.processes if process.alive]
     if waiting:
         raise BrokenPromiseError(f"the story does not end: these wait for ever: {', '.join(waiting)}")

@@ -1,4 +1,4 @@
-"""The scenarios by name. Each is imported when it is used: some need torch and Hydra, which take seconds."""
+"""List the scenarios by name. Each is imported on use, because some need torch and Hydra, which take seconds."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SCENARIOS = {
     "search": "slots of a search that decide, train and record",
     "custody": "commands that move, remove and pack runs while others work on them",
 }
-"""name: who does what in it."""
+"""Name -> description of the scenario."""
 
 
 def find(name: str) -> type[Scenario]:
-    """The scenario of this name.
+    """Return the scenario of this name.
 
     Raises:
         UserError: there is none.
@@ -50,10 +50,10 @@ def find(name: str) -> type[Scenario]:
 
 
 def schedule(kind: type[Scenario], text: str, without: Sequence[int] = (), switching: float | None = None) -> Schedule:
-    """The schedule of this name for a scenario, see `simulation.schedule`.
+    """Return the schedule of this name for a scenario, see `simulation.schedule`.
 
     Raises:
-        UserError: it is no such text, or it has no such strikes to leave out.
+        UserError: the text is malformed, or it does not have the strikes to leave out.
     """
     made = replace(drawn(text, tuple(kind.kinds), kind.horizon, without), switching=switching)
     for number in without:

@@ -1,7 +1,7 @@
-"""What befalls the processes of a story, and when: drawn from a seed, changed by a search, thinned out by shrinking.
+"""Draw the strikes of a story from a seed. A search mutates them, and shrinking removes some.
 
-A schedule is named by a text. `17` is what seed 17 draws; `17.3` is that, changed by mutation 3; `17.3.8` that, changed
-by mutation 8. The text alone brings the story back.
+A text names a schedule. `17` is the schedule of seed 17; `17.3` is that, changed by mutation 3; `17.3.8` that, changed
+by mutation 8. The text alone reproduces the story.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ SCHEDULE = re.compile(r"\d{1,18}(\.\d{1,9})*")
 
 @dataclass(frozen=True, order=True)
 class Strike:
-    """One thing that befalls somebody.
+    """One event that disturbs a process, a machine or the disk.
 
     Attributes:
         at: the step before which it happens.
-        kind: what.
-        choice: from 0 to 1, chooses whom it befalls and how.
+        kind: kind of the strike.
+        choice: a number from 0 to 1 that chooses its target and details.
     """
 
     at: int
@@ -36,10 +36,10 @@ class Schedule:
     """One story of a scenario: the same schedule is the same story.
 
     Attributes:
-        text: names it, see above.
-        strikes: what befalls the processes, in order.
-        without: numbers of the strikes that are left out.
-        switching: how likely another thread continues after a step; None: as the seed draws.
+        text: the name, see above.
+        strikes: all strikes in order.
+        without: indices of the strikes to leave out.
+        switching: probability that another thread continues after a step. None: the seed draws it.
     """
 
     text: str
@@ -49,26 +49,26 @@ class Schedule:
 
     @property
     def seed(self) -> str:
-        """What decides everything but the strikes."""
+        """Return the seed of everything but the strikes."""
         return self.text.partition(".")[0]
 
     @property
     def carried_out(self) -> list[Strike]:
-        """The strikes that are not left out."""
+        """Return the strikes that are not left out."""
         return [strike for number, strike in enumerate(self.strikes) if number not in self.without]
 
 
 def schedule(text: str, kinds: Sequence[str], horizon: int, without: Sequence[int] = ()) -> Schedule:
-    """The schedule of this name.
+    """Return the schedule of this name.
 
     Args:
-        text: see above.
-        kinds: of strikes, that the scenario knows.
-        horizon: about how many steps a story of it takes without any.
+        text: the name, see above.
+        kinds: the kinds of strikes of the scenario.
+        horizon: approximate number of steps of a story without strikes.
         without: strikes to leave out.
 
     Raises:
-        UserError: it is no such text.
+        UserError: the text is malformed.
     """
     if not SCHEDULE.fullmatch(text):
         raise UserError(f"seed {text!r}: write a whole number, or one that a search printed, such as 17.3")
@@ -81,7 +81,7 @@ def schedule(text: str, kinds: Sequence[str], horizon: int, without: Sequence[in
 
 def _draw(random: Random, kinds: Sequence[str], horizon: int) -> list[Strike]:
     count = random.choice((0, 1, 1, 2, 2, 3, 4, 6, 10))
-    # In some weather the same thing happens over and over.
+    # In some schedules the same strike happens again and again.
     known = [random.choice(kinds)] if random.random() < 0.3 else kinds
     return [_strike(random, known, horizon) for _ in range(count)]
 
@@ -91,7 +91,7 @@ def _strike(random: Random, kinds: Sequence[str], horizon: int) -> Strike:
 
 
 def _changed(strikes: Sequence[Strike], random: Random, kinds: Sequence[str], horizon: int) -> list[Strike]:
-    """Some of the strikes a little earlier or later, one more, one less, one that befalls somebody else."""
+    """Return the strikes with a mutation: some moved a little, one added, one removed, one with another target."""
     found = list(strikes)
     for _ in range(random.choice((1, 1, 2, 3))):
         what = random.randrange(4)

@@ -1,10 +1,10 @@
-"""Plays many schedules of a scenario and looks for one whose story breaks a promise.
+"""Play many schedules of a scenario in search of a story that breaks a promise.
 
-Seeds are played in order. A story in which something happened that has happened in none before is remembered, and every
-other schedule is a mutation of such a one: rare things are found in the neighbourhood of rare things.
+Seeds are played in order. The search remembers each story with an event of a new kind, and every other schedule is a
+mutation of such a story: rare events are found close to rare events.
 
-What is kept does not grow with the number of stories: numbers for the kinds of things that have happened, of which
-there are some thousands, and a bounded list of names of schedules.
+Memory does not grow with the number of stories: it holds numbers for the kinds of events, of which there are some
+thousands, and a bounded list of schedule names.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from simulation.scenarios import find, schedule
 from simulation.shrink import promise
 
 REMEMBERED = 500
-"""How many schedules are remembered to be mutated."""
+"""Maximum number of schedules remembered for mutation."""
 MUTATED = 0.5
 """The share of mutations among the schedules."""
 DEPTH = 10
-"""How many mutations follow each other at most."""
+"""Maximum number of successive mutations."""
 REPORT_S = 0.5
 COLLECT = 50
-"""After so many stories the collector is called: a story's threads and closures refer to each other in circles."""
+"""Stories between garbage collections: a story's threads and closures refer to each other in circles."""
 SHIFT = 2000
-"""After so many stories a new process takes over: the memory of one that has run thousands of threads is in pieces."""
+"""Stories until a new process takes over, because thousands of threads fragment the memory of a process."""
 LEAVE_S = 5.0
 
 
@@ -44,8 +44,8 @@ class Failure:
 
     Attributes:
         scenario: its name.
-        seed: the name of the schedule.
-        broken: what did not hold.
+        seed: name of the schedule.
+        broken: the broken promise.
     """
 
     scenario: str
@@ -55,14 +55,14 @@ class Failure:
 
 @dataclass
 class Found:
-    """What a search has found so far.
+    """The findings of a search so far.
 
     Attributes:
-        schedules: how many were played.
-        seconds: how long that took.
-        features: how many kinds of things have happened, see `Story.features`.
-        broken: how many stories broke a promise.
-        failures: one of them for each promise, by its first words.
+        schedules: number of schedules played.
+        seconds: time spent.
+        features: number of kinds of events, see `Story.features`.
+        broken: number of stories that broke a promise.
+        failures: one such story for each promise, by the promise's first words.
     """
 
     schedules: int = 0
@@ -73,17 +73,17 @@ class Found:
 
     @property
     def per_second(self) -> float:
-        """Schedules per second."""
+        """Return schedules per second."""
         return self.schedules / self.seconds if self.seconds else 0.0
 
 
 class Explorer:
-    """Chooses schedules and plays them in this process. The same arguments play the same ones.
+    """Choose schedules and play them in this process. The same arguments play the same schedules.
 
     Args:
         kind: the scenario.
         start: the first seed.
-        stride: from one fresh seed to the next, so that several explorers share them.
+        stride: difference between fresh seeds, so that several explorers share them.
         near: schedules to play first, and to mutate later.
     """
 
@@ -97,7 +97,7 @@ class Explorer:
         self.played = 0
 
     def play(self) -> tuple[Story, list[Any]]:
-        """The next story, and what happened in it that has happened in none before."""
+        """Play the next story. Return it and the kinds of events that are new."""
         self.played += 1
         text = self._choose()
         story = play(self.kind, schedule(self.kind, text))
@@ -131,14 +131,14 @@ def search(
     """Play schedules of a scenario until one breaks a promise.
 
     Args:
-        name: of the scenario.
+        name: name of the scenario.
         start: the first seed.
-        schedules: how many to play at most.
-        seconds: how long to play at most; one schedule is played in any case.
-        workers: processes that play; 1: only this one.
+        schedules: maximum number to play.
+        seconds: maximum time. One schedule is played in any case.
+        workers: number of processes; 1: only this process.
         keep_going: do not stop at the first story that breaks a promise.
         near: schedules to play first, and to mutate later.
-        tell: called now and then with what has been found so far.
+        tell: called at intervals with the findings so far.
 
     Raises:
         UserError: there is no such scenario.
@@ -172,7 +172,7 @@ def search(
 
 @dataclass
 class _Report:
-    """What an explorer has done since its last report."""
+    """The work of an explorer since its last report."""
 
     schedules: int = 0
     features: list[Any] = field(default_factory=list)
@@ -187,7 +187,7 @@ def _reports(explorer: Explorer, until: int | None, deadline: float | None) -> G
         if explorer.played % COLLECT == 0:
             gc.collect()
             if not gc.get_freeze_count():
-                gc.freeze()  # what was imported by now stays: the collector need not look at it again and again
+                gc.freeze()  # imported modules stay, so the collector need not look at them
         report.schedules += 1
         report.features += new
         if story.broken is not None:
@@ -201,7 +201,7 @@ def _reports(explorer: Explorer, until: int | None, deadline: float | None) -> G
 
 
 def _work(pipe: Connection, explorer: Explorer, until: int, seconds: float | None) -> None:
-    """What a process does: it plays, reports, and hands its explorer back."""
+    """Play and report in a worker process, then return the explorer to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the workers
     try:
         for report in _reports(explorer, until, None if seconds is None else clock.monotonic() + seconds):

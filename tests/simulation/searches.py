@@ -1,4 +1,4 @@
-"""The scenario of a search: slots on several machines decide, train and record; each may be struck at any call."""
+"""Play the scenario of a search: slots on several machines decide, train and record, with strikes at any call."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SimulatedSlot(Slot):
 
 
 class Searches(Scenario):
-    """Two or three slots train five trials at two rungs; some are started again."""
+    """Two or three slots that train five trials at two rungs. Some slots are started again."""
 
     name = "search"
     kinds = COMMON | {"again": "a slot is started once more"}
@@ -59,11 +59,11 @@ class Searches(Scenario):
     host_names = ("node1", "node2", "node3")
 
     def begin(self) -> None:
-        """The command, and its slots."""
-        self._kept = ""  # what somebody was told is in the journal
-        self._seen = ""  # what was in it at the last change
+        """Start the command and its slots."""
+        self._kept = ""  # entries whose commit was confirmed
+        self._seen = ""  # the content at the last change
         self._children: dict[Process, list[Process]] = {}
-        self._holders: dict[tuple[int, int], Process] = {}  # of a slot, by number and fence
+        self._holders: dict[tuple[int, int], Process] = {}  # by number and fence of the slot
         self._disturbed: set[Process] = set()
         self.disk.watchers.append(self._watch)
         self.disk.make_dir(Path(ROOT) / "search")
@@ -75,7 +75,7 @@ class Searches(Scenario):
         self.spawn(self.random.choice(self.hosts), f"slot {number}", partial(self._slot, number, delay_s))
 
     def strike(self, kind: str, choice: float) -> None:
-        """Let something befall somebody."""
+        """Let a strike happen."""
         if kind == "again":
             self._start(int(choice * 3), 0.0)
             return
@@ -86,7 +86,7 @@ class Searches(Scenario):
         super().strike(kind, choice)
 
     def power_loss(self, host: Host) -> None:
-        """What was not made durable may be gone, and nobody was told that it is there."""
+        """Cut the power of a machine. Check that no confirmed entry of the journal is lost."""
         super().power_loss(host)
         self._seen = self._journal()
         self.must(self._seen.startswith(self._kept), "an entry that was written durably is lost")
@@ -117,7 +117,7 @@ class Searches(Scenario):
         return self.world.current.process
 
     def attempt(self, task: Task, run: RunDir) -> int:
-        """Train in a process that ends with the slot; its exit status."""
+        """Train in a process that ends with the slot, and return its exit status."""
         slot, status = self._own(), list[int]()
         host: Host = slot.host
         child = self.spawn(host, f"{slot.name}, trial {task.trial}", partial(self._train, task, run, status))
@@ -152,10 +152,10 @@ class Searches(Scenario):
         run.make_dirs(run.checkpoint(step))
         files.write_json(run.checkpoint(step) / "manifest.json", {"step": step, "sha256": ""}, guard=run.guard)
 
-    # What must hold
+    # Checks
 
     def _watch(self, what: str, path: str, to: str) -> None:
-        """The journal only grows: nobody who wakes up late writes what he knew."""
+        """Check that the journal only grows, also when a process wakes up late."""
         if what != "rename" or to != str(SEARCH.journal):
             return
         text = self._journal()
@@ -178,12 +178,12 @@ class Searches(Scenario):
             return files.read_regular(SEARCH.journal).decode() if files.exists(SEARCH.journal) else ""
 
     def committed(self, text: str) -> None:
-        """Somebody was told that these entries are in the journal."""
+        """Note that these entries were confirmed to be in the journal."""
         if len(text) > len(self._kept):
             self._kept = text
 
     def around(self) -> Any:
-        """Note what every commit has promised."""
+        """Note the entries that each commit confirms."""
         import pytest
 
         real, patch = Turn.commit, pytest.MonkeyPatch()
@@ -196,14 +196,14 @@ class Searches(Scenario):
         return _Undone(patch)
 
     def on_end(self, process: Process) -> None:
-        """What a slot trains ends with it; nothing ends with a traceback."""
+        """End the slot's training with the slot. Check that no process ends with a traceback."""
         self.must(not process.errors, f"{process.name} ended with a traceback:\n{''.join(process.errors)}")
         for child in getattr(self, "_children", {}).get(process, []):
             if child.alive:
                 self.world.kill(child)
 
     def finish(self) -> None:
-        """Whatever was left behind, one slot completes the search."""
+        """Check that one slot completes the search, whatever was left behind."""
         self.disk.full = False
         self.must(self._journal().startswith(self._kept), "an entry that was written durably is lost")
         self.spawn(self.hosts[0], "command again", self._command)

@@ -1,4 +1,4 @@
-"""The shortest story of a failure: without the strikes that it does not need, and fewer changes of who continues."""
+"""Find the shortest story of a failure: without unneeded strikes, and with fewer switches between threads."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from simulation.scenario import Scenario, Story, play
 from simulation.schedule import Schedule
 
 WORDS = 6
-"""How many words of a message say which promise is broken."""
+"""Number of words of a message that identify the broken promise."""
 MOST = 200
-"""How many stories are played for it at most."""
+"""Maximum number of stories played to shrink a failure."""
 SWITCHING = (0.0, *(number / 500 for number in range(1, 9)), 0.02, 0.03, 0.05, 0.1, 0.2)
-"""Also of about equal probabilities each makes another story, and so another chance."""
+"""Probabilities of a switch to try. Even similar ones give different stories, and so more chances."""
 
 
 def promise(broken: str) -> str:
-    """Which promise a message is about: its first words without numbers, and the kind of error in a traceback."""
+    """Return the promise of a message: its first words without numbers, and the kind of error in a traceback."""
     lines = broken.strip().splitlines() or [""]
     words = " ".join(lines[0].split()[:WORDS])
     kind = f" {lines[-1].partition(':')[0]}" if len(lines) > 1 else ""
@@ -26,16 +26,16 @@ def promise(broken: str) -> str:
 
 
 def length(story: Story) -> tuple[int, int, int]:
-    """How long a story is for a person: strikes, lines that are told, calls."""
+    """Return the length of a story for a person: strikes, lines shown, calls."""
     return len(story.schedule.carried_out), sum(event.shown for event in story.events), story.steps
 
 
 def shrink(kind: type[Scenario], story: Story) -> Story:
-    """The shortest story found in which the same promise is broken as in `story`; perhaps that itself.
+    """Return the shortest story found that breaks the same promise as `story`, perhaps `story`.
 
     Args:
         kind: the scenario.
-        story: one that broke a promise.
+        story: a story that broke a promise.
     """
     return _Shrinking(kind, story).shortest()
 
@@ -57,7 +57,7 @@ class _Shrinking:
         return best
 
     def _broken(self, schedule: Schedule) -> Story | None:
-        """The story of a schedule if it breaks the same promise."""
+        """Return the story of a schedule if it breaks the same promise."""
         if self._left <= 0:
             return None
         self._left -= 1
@@ -65,7 +65,7 @@ class _Shrinking:
         return story if story.broken is not None and promise(story.broken) == self._promise else None
 
     def _without_strikes(self, story: Story) -> Story:
-        """Leave out all strikes, half of them, a quarter, and so on to each one, until none can be left out."""
+        """Leave out all strikes, half of them, a quarter, down to single ones, until none can be left out."""
         size = max(1, len(story.schedule.carried_out))
         while size:
             shorter = self._without_some(story, size)

@@ -1,10 +1,9 @@
-"""A simulated Slurm: one controller, a few nodes, and the commands by which it is asked.
+"""A simulated Slurm: one controller, a few nodes, and the commands that query them.
 
-What it prints is what `launch.scheduler` reads, dated by its own clock. A job is started, asked to stop, killed and
-requeued as on real clusters (see docs/slurm.md): the processes on the nodes get signals, and only when all of them
-are gone does the job leave the state COMPLETING. A controller that is away carries nothing out, and what it should have
-done meanwhile it does when it is back. A node that is cut off continues with what runs there, while its jobs are given
-to other nodes.
+Its output is in the form that `launch.scheduler` reads, dated by the controller's clock. A job is started, stopped,
+killed and requeued as on real clusters (see docs/slurm.md): its processes get signals, and only when all of them are
+gone, the job leaves the state COMPLETING. A controller that is away does nothing, and catches up when it is back. A
+node that is cut off continues to run its processes, while its jobs are given to other nodes.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from runner.system import processes
 from simulation.engine import BrokenPromiseError, Host, Process, Task, World
 
 HOLD_S = 120.0
-"""How long a requeued job is held back."""
+"""Delay of a requeued job, in seconds."""
 MIN_AGE_S = 300.0
-"""How long a job is remembered once it is over (MinJobAge)."""
+"""Seconds for which Slurm remembers a job once it is over (MinJobAge)."""
 UNREACHABLE = "Unable to contact slurm controller (connect failure)"
 UNKNOWN = "Invalid job id specified"
 SILENT = "Socket timed out on send/recv operation"
 GIVES_UP_S = 60.0
-"""How long a command waits for an answer if nobody ends it before."""
+"""Maximum seconds that a command waits for an answer."""
 PENDING = "Job is pending execution"
 DISABLED = "Requested operation is presently disabled"
 BUSY = "Job can not be altered now, try again later"
@@ -41,8 +40,8 @@ PARTITIONS = (
 CONFIG = "KillWait = {kill_wait:.0f} sec\nMaxArraySize = 1001\nPreemptType = preempt/partition_prio\n"
 
 
-class Refused(Exception):  # noqa: N818 what a command prints before it exits with 1
-    """Slurm's own message."""
+class Refused(Exception):  # noqa: N818 the message that a command prints before it exits with 1
+    """Slurm's error message."""
 
 
 @dataclass(eq=False)
@@ -52,21 +51,21 @@ class Job:
     Attributes:
         number: SLURM_JOB_ID.
         array: (id of the array, number of the task), or None.
-        script: what was submitted.
-        name: of the job.
-        path: of the script.
-        submitted: when; a requeue sets it anew. All times are those of the controller's clock.
+        script: the submitted script.
+        name: name of the job.
+        path: path of the script.
+        submitted: time of the submission or the last requeue, like all times by the controller's clock.
         state: as in squeue(1).
-        restarts: how often it was requeued.
-        starts: how often it was started, which tells what belongs to which start.
-        began_with: `restarts` when this start began.
-        after: what it becomes once its processes are gone.
-        truth: what has really happened to each start of it, by `restarts` then.
-        cancelled: whether its user, or a command of the runner, has cancelled it.
-        withdrawn: whether it was such a command, as it could not record the job, or another one has the run.
-        user: its number.
-        seen_by: of a stranger's job, the processes that Slurm has shown its record.
-        hindered: whether something kept this start of it from asking for a requeue in time.
+        restarts: number of requeues.
+        starts: number of starts, which identifies a start.
+        began_with: `restarts` at the beginning of this start.
+        after: its next state, once its processes are gone.
+        truth: the real events of each start, by `restarts` at that time.
+        cancelled: whether the user or a command of the runner has cancelled it.
+        withdrawn: whether a command cancelled it because it could not record the job, or another job has the run.
+        user: the user's number.
+        seen_by: processes that Slurm has shown the record of this job of another user.
+        hindered: whether something kept this start from requesting a requeue in time.
     """
 
     number: int
@@ -102,35 +101,35 @@ class Job:
 
     @property
     def job_id(self) -> str:
-        """`12`, or `12_3` for a task of an array."""
+        """Return `12`, or `12_3` for a task of an array."""
         return f"{self.array[0]}_{self.array[1]}" if self.array else str(self.number)
 
     @property
     def is_strange(self) -> bool:
-        """Whether it is somebody else's, or another project's."""
+        """Return whether the job belongs to another user or project."""
         return self.script is None
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended for good."""
+        """Return whether it has ended for good."""
         return self.state in SLURM_OVER
 
     @property
     def is_running(self) -> bool:
-        """Whether its processes are to work."""
+        """Return whether its processes should work."""
         return not self.is_over and self.state not in SLURM_WAITING and self.state != "COMPLETING"
 
     def happens(self, what: str) -> None:
-        """Note what has befallen this start of it."""
+        """Note an event of this start."""
         self.truth.setdefault(self.began_with, set()).add(what)
 
 
 class Slurm:
-    """The controller and what asks it.
+    """The controller and its command-line interface.
 
     Args:
-        world: where it is.
-        random: decides how long things take.
+        world: the world of the cluster.
+        random: draws durations.
         nodes: machines that run jobs.
         begin: starts the batch script of a job and returns its process.
     """
@@ -146,16 +145,16 @@ class Slurm:
         self.offset_s = random.uniform(-1.0, 1.0)
         self.away_until = 0.0
         self.refuses_until = 0.0
-        """Until then it requeues nothing."""
+        """Time until which it requeues nothing."""
         self.cancels_requeued = 0
-        """How many of the next requests to requeue a job come at the moment in which its user cancels it."""
+        """Number of the next requeue requests that coincide with a cancellation by the user."""
         self.lost: list[int] = []
-        """For each of the next answers: 0 late, 1 lost, 2 the request itself is lost."""
+        """For each of the next answers: 0 late, 1 lost, 2 the request is lost."""
         self.on_submit: list[Callable[[Job], object]] = []
         self.troubled: set[Process] = set()
         """Processes that did not get every answer in time."""
         self.requeues = random.random() < 0.85
-        """Whether the site lets jobs be requeued unless they ask for it once more."""
+        """Whether jobs may be requeued by default. Otherwise a job must first ask for it."""
         self._random = random
         self._begin = begin
         self._next = 1
@@ -168,16 +167,16 @@ class Slurm:
 
     @property
     def now(self) -> float:
-        """By the controller's clock."""
+        """Return the time by the controller's clock."""
         return self.world.now + self.offset_s
 
     @property
     def is_away(self) -> bool:
-        """Whether the controller does not answer."""
+        """Return whether the controller does not answer."""
         return self.world.now < self.away_until
 
     def _later(self, seconds: float, action: Callable[[], object]) -> None:
-        """The controller does something; once it is back, if it is away then."""
+        """Let the controller act after `seconds`, or once it is back."""
 
         def act() -> None:
             if self.is_away:
@@ -188,7 +187,7 @@ class Slurm:
         self.world.at(seconds, act)
 
     def _of_start(self, job: Job, action: Callable[[Job], object]) -> Callable[[], object]:
-        """`action`, if the job is known and still in this start of it by then."""
+        """Return `action`, which does nothing if the job is forgotten or in another start by then."""
         number = job.starts
 
         def act() -> None:
@@ -200,7 +199,7 @@ class Slurm:
     # ---- the life of a job
 
     def submit(self, script: Any, name: str, path: str, tasks: int, limit_s: float | None, notice_s: float) -> str:
-        """Put a job, or an array of `tasks` tasks, into the queue; its id."""
+        """Put a job, or an array of `tasks` tasks, into the queue. Return its id."""
         first = self._next
         self._next += tasks
         for task in range(tasks):
@@ -222,7 +221,7 @@ class Slurm:
         self._later(self._random.uniform(0.5, 10.0), self.schedule)
 
     def schedule(self) -> None:
-        """Start what may be started."""
+        """Start the jobs that can start."""
         for job in list(self.jobs.values()):
             if job.state != "PENDING" or job.held or job.is_strange:
                 continue
@@ -253,7 +252,7 @@ class Slurm:
             self._later(job.limit_s, self._of_start(job, self._limit))
 
     def join(self, job: Job, process: Process) -> None:
-        """A process belongs to the present start of a job."""
+        """Add a process to the present start of a job."""
         number = job.starts
         job.processes.append(process)
 
@@ -268,7 +267,7 @@ class Slurm:
         process.on_end.append(ended)
 
     def _lost_one(self, job: Job, process: Process) -> None:
-        """A process of a job has ended; its node tells the controller."""
+        """Handle the end of a job's process, which its node reports to the controller."""
         if job.host is None:
             return
         if process is job.batch and job.state != "COMPLETING":
@@ -288,7 +287,7 @@ class Slurm:
         self._check_gone(job)
 
     def _complete(self, job: Job, after: str, reason: str = "None") -> None:
-        """Its processes are to end; then it becomes `after`."""
+        """Begin to end the job, which then gets the state `after`."""
         job.state, job.after, job.reason = "COMPLETING", after, reason
         job.end = float(int(self.now))
 
@@ -333,7 +332,7 @@ class Slurm:
                 self.world.signal(process, signum)
 
     def _ask_to_stop(self, job: Job) -> None:
-        """SIGCONT and SIGTERM now, SIGKILL after KillWait."""
+        """Send SIGCONT and SIGTERM now, and SIGKILL after KillWait."""
         self._send(job, signal.SIGCONT)
         self._send(job, signal.SIGTERM)
         self._later(self.kill_wait_s, self._of_start(job, self._kill))
@@ -343,7 +342,7 @@ class Slurm:
         if job.state == "COMPLETING":
             self._send(job, signal.SIGKILL)
 
-    # ---- what befalls a job
+    # ---- events of a job
 
     def _notice(self, job: Job) -> None:
         if job.is_running:
@@ -352,7 +351,7 @@ class Slurm:
 
     def _limit(self, job: Job) -> None:
         left_s = (job.end or 0.0) - self.now
-        if left_s > 1.0:  # it was suspended meanwhile, which does not count
+        if left_s > 1.0:  # a suspension has moved the limit
             self._later(left_s, self._of_start(job, self._limit))
         elif job.is_running and job.state not in SLURM_SUSPENDED:
             self.world.tell("has reached its time limit", f"job {job.job_id}")
@@ -361,14 +360,14 @@ class Slurm:
             self._ask_to_stop(job)
 
     def shorten(self, job: Job, seconds: float, notice_s: float) -> None:
-        """The time limit of a job is near."""
+        """Shorten the time limit of a job."""
         if job.is_running and job.began is not None:
             job.end = float(int(self.now + seconds))
             self._later(max(seconds - notice_s, 0.0), self._of_start(job, self._notice))
             self._later(seconds, self._of_start(job, self._limit))
 
     def preempt(self, job: Job, mode: str, grace_s: float, lag_s: float) -> None:
-        """A job of higher priority needs the node. With a lag, the signal comes before the state that explains it."""
+        """Preempt a job for one of higher priority. With a lag, the signal comes before the state that explains it."""
         if not job.is_running or job.preempted is not None or job.state in SLURM_SUSPENDED:
             return
         self.world.tell(f"is preempted ({mode}, grace time {grace_s:.0f} s)", f"job {job.job_id}")
@@ -408,13 +407,13 @@ class Slurm:
             explain(job)
 
     def _requeue_running(self, job: Job) -> None:
-        """A job that runs is to run again."""
+        """Requeue a running job."""
         self._complete(job, "PENDING")
         job.restarts += 1
         job.submitted = float(int(self.now))
 
     def cancel(self, job: Job, lag_s: float = 0.0) -> None:
-        """What scancel does. It leaves a job alone that is ending already."""
+        """Cancel a job like scancel, which does not touch a job that is already ending."""
         if job.is_over or (job.state == "COMPLETING" and job.after != "PENDING"):
             return
         job.cancelled = True
@@ -422,7 +421,7 @@ class Slurm:
         self.world.tell("is cancelled", f"job {job.job_id}")
         if lag_s and job.is_running:
             self._send(job, signal.SIGTERM)
-            self.world.at(lag_s, partial(self._cancel, job))  # accepted, and so carried out also if it is away by then
+            self.world.at(lag_s, partial(self._cancel, job))  # carried out even if the controller is away then
         else:
             self._cancel(job)
 
@@ -431,13 +430,13 @@ class Slurm:
             if job.after == "PENDING":
                 job.after = "CANCELLED"
             elif job.after != "CANCELLED":
-                # It came to another end meanwhile: nobody knows of the scancel any more.
+                # The job has ended otherwise, and the scancel is forgotten.
                 job.cancelled = False
         elif job.state in SLURM_WAITING:
             job.state, job.end = "CANCELLED", self.now
             self._forget_later(job)
         elif not job.is_over and job.preempted == float(int(self.now)):
-            # Slurm's times are whole seconds: what ends in the second of its preemption looks as if ended by that.
+            # Slurm's times are whole seconds: a job that ends in the second of its preemption seems preempted.
             self._later(1.0, partial(self._cancel, job))
         elif not job.is_over:
             suspended = job.state in SLURM_SUSPENDED
@@ -449,15 +448,15 @@ class Slurm:
                 self._ask_to_stop(job)
 
     def requeue(self, job: Job, incomplete: bool = False) -> None:
-        """What `scontrol requeue [incomplete]` does.
+        """Requeue a job like `scontrol requeue [incomplete]`.
 
         Raises:
-            Refused: it does nothing.
+            Refused: the job is not requeued.
         """
         if job.state in SLURM_WAITING or (job.state == "COMPLETING" and job.after == "PENDING"):
             raise Refused(PENDING)
         if incomplete and (job.is_over or job.state == "COMPLETING"):
-            return  # Slurm calls that a success
+            return  # Slurm reports success
         if not job.may_requeue:
             raise Refused(DISABLED)
         if job.is_over:
@@ -479,10 +478,10 @@ class Slurm:
         self.world.tell(f"is requeued, restarts {job.restarts}", f"job {job.job_id}")
 
     def suspend(self, job: Job) -> None:
-        """What `scontrol suspend` does, and a preemption that suspends."""
+        """Suspend a job like `scontrol suspend` or a preemption that suspends."""
         if job.is_running and job.host is not None and not job.host.cut_off and job.state == "RUNNING":
             self.world.tell("is suspended", f"job {job.job_id}")
-            # Its time limit waits for it, the grace time of a preemption does not.
+            # The suspension stops its time limit, but not the grace time of a preemption.
             job.hindered |= "preempted" in job.truth[job.began_with]
             job.happens("suspended")
             job.state, job.suspended = "SUSPENDED", self.now
@@ -490,7 +489,7 @@ class Slurm:
                 self.world.freeze(process)
 
     def resume(self, job: Job) -> None:
-        """What `scontrol resume` does."""
+        """Resume a job like `scontrol resume`."""
         if job.state in SLURM_SUSPENDED:
             self.world.tell("is resumed", f"job {job.job_id}")
             job.state = "RUNNING"
@@ -500,10 +499,10 @@ class Slurm:
             for process in job.processes:
                 self.world.thaw(process)
 
-    # ---- what befalls nodes and the controller
+    # ---- events of nodes and of the controller
 
     def node_lost(self, host: Host) -> None:
-        """The controller finds that a node does not answer: its jobs are requeued, whatever still runs there."""
+        """Let the controller find that a node does not answer. Its jobs are requeued, whatever still runs there."""
         if host in self._down:
             return
         self._down[host] = self.now
@@ -522,7 +521,7 @@ class Slurm:
             job.submitted = float(int(self.now))
         else:
             job.state = "NODE_FAIL"
-        job.starts += 1  # nothing of the old start concerns it any more
+        job.starts += 1  # nothing of the old start concerns the job any more
         job.end = float(int(self.now))
         if job.state == "PENDING":
             self._held_back(job)
@@ -532,7 +531,7 @@ class Slurm:
         self._schedule_soon()
 
     def node_back(self, host: Host) -> None:
-        """A node answers again: what was left there is killed."""
+        """Let a node answer again, and kill its remaining processes."""
         host.cut_off = False
         if host in self._down:
             del self._down[host]
@@ -543,7 +542,7 @@ class Slurm:
             self._schedule_soon()
 
     def lose_state(self) -> None:
-        """The controller starts anew with nothing: it knows no job, ids begin at 1, and nodes end what runs there."""
+        """Restart the controller without its state: it knows no job, ids begin at 1, and nodes end their processes."""
         self.world.tell("has lost its state", "slurmctld")
         jobs = list(self.jobs.values())
         self.jobs.clear()
@@ -559,9 +558,9 @@ class Slurm:
         self._later(self._random.uniform(1.0, 30.0), partial(self._strangers, self._losses))
 
     def _strangers(self, losses: int) -> None:
-        """Jobs of another user, or of another name, come to the first ids. They run on other nodes, for long."""
+        """Give the first ids to jobs of other users or with other names. They run on other nodes for a long time."""
         if losses != self._losses:
-            return  # a controller that has just lost its state again takes longer than that to come back
+            return  # a controller that has just lost its state takes longer than that to come back
         for _ in range(self._random.choice((0, 1, 1, 2))):
             number, self._next = self._next, self._next + 1
             user = processes.user_id() + self._random.choice((0, 1))
@@ -572,7 +571,7 @@ class Slurm:
             self.world.tell(f"is submitted by {'another user' if job.user else 'the user'}", f"job {number}")
 
     def calm(self) -> None:
-        """Nothing befalls anybody any more: the controller answers, all nodes are there, no job is held."""
+        """Stop all disturbances: the controller answers, all nodes are up, no job is held."""
         self.away_until = self.refuses_until = 0.0
         self.cancels_requeued = 0
         self.lost.clear()
@@ -584,13 +583,13 @@ class Slurm:
         self._schedule_soon()
 
     def live(self) -> list[Job]:
-        """The jobs that wait, run or end, without those of strangers."""
+        """Return the jobs that wait, run or end, without foreign ones."""
         return [job for job in self.jobs.values() if not job.is_over and not job.is_strange]
 
     # ---- the commands
 
     def run(self, command: list[str], **options: Any) -> CompletedProcess[str]:
-        """`subprocess.run` of one of Slurm's commands."""
+        """Run one of Slurm's commands like `subprocess.run`."""
         world = self.world
         words = list(command)
         world.step(" ".join(words[:4])[:60])
@@ -700,15 +699,15 @@ class Slurm:
         raise AssertionError(f"this Slurm does not know scontrol show {words}")
 
     def sbatch(self, path: str, process: Process) -> str:
-        """Replaced by the scenario, which knows what a script is."""
+        """Submit a script. The scenario replaces this method, because it knows the content of scripts."""
         raise NotImplementedError
 
     def _own(self, job_id: str, process: Process) -> list[Job]:
-        """The jobs that a command changes. Nobody changes the job of a stranger that was shown to be one.
+        """Return the jobs that a command changes. No process may change a foreign job after Slurm has shown it as such.
 
         Raises:
-            BrokenPromiseError: somebody does.
-            Refused: there is none, or it is another user's.
+            BrokenPromiseError: a process does.
+            Refused: there is no such job, or it is another user's.
         """
         found = self._found(job_id)
         for job in found:
@@ -719,10 +718,10 @@ class Slurm:
         return found
 
     def _found(self, job_id: str) -> list[Job]:
-        """One job, or all tasks of an array.
+        """Return one job, or all tasks of an array.
 
         Raises:
-            Refused: it knows none.
+            Refused: no job has this id.
         """
         found = [self.jobs[job_id]] if job_id in self.jobs else []
         if not found:

@@ -1,4 +1,4 @@
-"""A story as text for a person: what happened when and to whom, and the last calls before a promise broke."""
+"""Write a story as text for a person: its events, and the last calls before a promise was broken."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from simulation.scenario import Story
 from simulation.schedule import Schedule
 
 LAST_CALLS = 15
-"""How many single calls are shown before the break."""
+"""Number of single calls shown before the break."""
 
 
 def replay(name: str, schedule: Schedule) -> str:
-    """The command that brings a story of the scenario `name` back."""
+    """Return the command that replays a story of the scenario `name`."""
     return f'make simulate ARGS="{arguments(name, schedule)}"'
 
 
 def arguments(name: str, schedule: Schedule) -> str:
-    """The arguments of that command."""
+    """Return the arguments of that command."""
     return f"--scenario {name} {_options(schedule)}"
 
 
@@ -33,12 +33,12 @@ def _options(schedule: Schedule) -> str:
 
 
 def lines(name: str, story: Story, *, calls: bool = False) -> Iterator[str]:
-    """The text of a story, line by line.
+    """Yield the text of a story line by line.
 
     Args:
-        name: of the scenario.
-        story: what happened.
-        calls: whether to show every single call, not only the last ones before a promise broke.
+        name: name of the scenario.
+        story: the story to write.
+        calls: whether to show every single call, not only the last ones before the break.
     """
     strikes = len(story.schedule.carried_out)
     yield (
@@ -50,7 +50,7 @@ def lines(name: str, story: Story, *, calls: bool = False) -> Iterator[str]:
     width = max((len(event.who) for event in shown), default=0)
     for event in shown:
         first, *rest = _plain(event.what).splitlines() or [""]
-        # A single call is set apart from what happens.
+        # A single call looks different from an event.
         before = f"{event.time - _began(story):9.3f} s  {event.who:{width}}  {'' if event.shown else '  · '}"
         yield f"{before}{first}".rstrip()
         yield from (f"{'':{len(before)}}{line}".rstrip() for line in rest)

@@ -1,4 +1,4 @@
-"""What a machine listed before, on a network file system, decides nothing about a checkpoint or a whole run."""
+"""Check that old listings of a network file system decide nothing about a checkpoint or a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEW = (
 
 
 class _Adding(Scenario):
-    """One machine looks at the run before the other one adds to it, and a moment later takes custody of it."""
+    """One machine lists the run before another one adds files, and takes custody of it a moment later."""
 
     name = "adding"
     network = True
@@ -59,12 +59,12 @@ class _Adding(Scenario):
 
 
 def test_run_just_made_elsewhere_is_packed_and_removed() -> None:
-    """An archive without it may be all that is left of the run."""
+    """Pack the new files, because the archive may be all that is left of the run."""
     assert play(_Adding, Schedule("1", ())).broken is None
 
 
 class _Saving(Scenario):
-    """One machine looks at the checkpoints before and after the other one commits."""
+    """One machine lists the checkpoints before and after another one commits."""
 
     name = "saving"
     network = True
@@ -99,7 +99,7 @@ def test_resume_does_not_rely_on_an_old_listing() -> None:
 
 
 class _LateRename(Scenario):
-    """A holder is superseded from another machine between its last look at the lease and its rename."""
+    """A machine supersedes a holder on another one between its last check of the lease and its rename."""
 
     name = "late rename"
     network = True
@@ -111,7 +111,7 @@ class _LateRename(Scenario):
         self.spawn(self.hosts[1], "newer", self._newer)
 
     def _acquire(self, restart_count: int) -> Lease:
-        """By a job that was restarted, of which earlier starts are known to be gone, or will be."""
+        """Acquire the lease for a restarted job, whose earlier starts are known to be gone, now or soon."""
         return Lease.acquire(self.run_dir / "lease", {"job_id": "7", "restart_count": restart_count}, 1.0)
 
     def _older(self) -> None:

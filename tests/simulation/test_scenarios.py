@@ -1,4 +1,4 @@
-"""Every promise holds in every story; and faults that this code had, or could have had, break one."""
+"""Check that every promise holds in every story, and that faults which this code could have break one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMISES = {
     "search": (60, "{} simulated schedules of a search: no trial is lost, and every decision comes out again"),
     "custody": (300, "{} simulated schedules of mv, rm, archive, fork: no run is lost"),
 }
-"""How many schedules are played every time, and what they show."""
+"""Number of schedules played every time, and the promise that they show."""
 
 
 @pytest.mark.parametrize(
@@ -35,12 +35,12 @@ def test_every_promise_holds_under_the_same_schedules(name: str, schedules: int)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_promise_holds_under_new_schedules(name: str) -> None:
-    """The seed is at the top of what pytest prints, and in the message of a failure."""
+    """Play schedules from a new seed. pytest prints it at the top and in the message of a failure."""
     assert _holds(name, new_seed(), "--minutes", "0.5") > 0
 
 
 def _holds(name: str, start: int, *limit: str) -> int:
-    """How many schedules were played, in all of which every promise holds."""
+    """Check that every promise holds, and return the number of schedules played."""
     options = ["--scenario", name, "--seed", str(start), "--workers", "1", *limit]
     done = command("simulation", *options)
     assert done.returncode == 0, f"{options}\n{done.stdout}\n{done.stderr}"
@@ -51,7 +51,7 @@ def _holds(name: str, start: int, *limit: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_seed_is_the_same_story_in_every_process(name: str) -> None:
-    """Whatever order sets have there, by which the command would otherwise differ from one call to the next."""
+    """Compare processes with different orders of sets, which could change a command."""
     words = ("simulation", "--scenario", name, "--seed", "17.3", "--calls")
     told = [command(*words, PYTHONHASHSEED=seed) for seed in ("1", "2")]
     assert [done.returncode for done in told] == [0, 0], told[0].stdout + told[0].stderr
@@ -63,7 +63,7 @@ def test_a_seed_is_the_same_story_in_every_process(name: str) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_every_fault_that_is_not_rare_is_found_again(scenario: str) -> None:
-    """By the schedule that found it the last time, or by a search; without the fault that story keeps every promise."""
+    """Use the schedule that found the fault before, or a search. Without the fault that story keeps all promises."""
     names = [fault.name for fault in FAULTS.values() if fault.scenario == scenario and fault.name not in RARE]
     done = command("simulation.brought_back", "--workers", "1", *names, timeout=3600)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Looking for a story that breaks a promise, the shortest form of it, and the command `make simulate`."""
+"""Check the search for a broken promise, the shrinking of its story, and the command `make simulate`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from simulation.shrink import length, promise, shrink
 
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are overwritten instead of replaced; and few attempts are made to shorten a story."""
+    """Overwrite files instead of replacing them, and limit the attempts to shorten a story."""
     FAULTS["in-place"].apply(monkeypatch)
     monkeypatch.setattr("simulation.shrink.SWITCHING", (0.0, 0.02))
 
@@ -65,7 +65,7 @@ def test_shrinking_keeps_the_failure_and_the_story_comes_back() -> None:
     options = parse(stories.arguments("lease", shortest.schedule).split())
     again = play(Leases, schedule(Leases, options.seed or "", options.without, options.switching))
     assert again.events == shortest.events
-    for number, _ in enumerate(shortest.schedule.strikes):  # none of the strikes that are left is superfluous
+    for number, _ in enumerate(shortest.schedule.strikes):  # every remaining strike is needed
         fewer = replace(shortest.schedule, without=shortest.schedule.without | {number})
         if fewer != shortest.schedule:
             broken = play(Leases, fewer).broken
@@ -97,7 +97,7 @@ def test_a_story_is_told_without_the_calls_that_do_not_matter() -> None:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command does not begin anew in another process."""
+    """Keep the command in this process."""
     for name, value in SAME_EVERYWHERE.items():
         monkeypatch.setenv(name, value)
 
@@ -129,7 +129,7 @@ def test_the_command_tells_one_story_or_searches(capsys: pytest.CaptureFixture[s
 
 
 def test_a_search_whose_time_is_up_has_played_something() -> None:
-    """Or it would report that every promise holds, on a machine that is busy when it begins."""
+    """Play at least one story, or a search on a busy machine would report that every promise holds."""
     assert search("lease", 0, schedules=9, seconds=0.0).schedules == 1
 
 
@@ -145,7 +145,7 @@ def test_several_processes_share_a_search() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_a_process_that_takes_over_continues_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that play are replaced now and then, and nobody can tell from what was played."""
+    """Check that a replacement of a playing process does not change the schedules played."""
     alone = search("lease", 3, schedules=25, keep_going=True)
     monkeypatch.setattr("simulation.search.SHIFT", 10)
     in_turns = search("lease", 3, schedules=25, keep_going=True)

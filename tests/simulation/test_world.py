@@ -1,4 +1,4 @@
-"""The simulated world keeps its own promises: the same story again, processes, threads, power losses, old listings."""
+"""Check the simulated world: repeatable stories, processes, threads, power losses, old listings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from simulation.scenarios import find, schedule
 from simulation.schedule import Schedule, Strike
 
 HOME = Path(ROOT)
-SEEDS = range(60)  # enough for each of the few things that may happen to have happened
+SEEDS = range(60)  # enough for each of the rare outcomes to occur
 
 
 def written(path: Path, content: bytes, *, synced: bool = True) -> None:
@@ -38,7 +38,7 @@ def written(path: Path, content: bytes, *, synced: bool = True) -> None:
 
 
 class Small(Scenario):
-    """A scenario of a test's own: see `played`."""
+    """A scenario made of a test's functions: see `played`."""
 
     name = "small"
     started: Callable[[Small], None]
@@ -62,7 +62,7 @@ def played(
     network: bool = False,
     strikes: tuple[Strike, ...] = (),
 ) -> Story:
-    """The story of processes that `started` starts, of which `ended` says what must hold at its end."""
+    """Play a story of the processes that `started` starts, and check `ended` at its end."""
     kind = type("Made", (Small,), {"started": started, "ended": ended, "network": network})
     return play(kind, Schedule(str(seed), strikes))
 
@@ -76,7 +76,7 @@ def contents(scenario: Scenario) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module", params=["lease 17.3.8", "training 3", "jobs 4", "custody 4"])
 def told(request: pytest.FixtureRequest) -> tuple[str, Story]:
-    """A scenario, and a story of it."""
+    """Return the name of a scenario, and a story of it."""
     name, text = request.param.split()
     return name, play(find(name), schedule(find(name), text))
 
@@ -89,7 +89,7 @@ def test_a_schedule_is_the_same_story_to_the_last_call(told: tuple[str, Story]) 
 
 
 def test_another_schedule_is_another_story() -> None:
-    """A mutation may change what would have come after the end."""
+    """Allow equal stories of mutations, because a mutation may affect only the time after the end."""
     seeds = [str(seed) for seed in range(5)]
     told = {text: tuple(play(Leases, schedule(Leases, text)).events) for seed in seeds for text in (seed, f"{seed}.1")}
     assert len({told[seed] for seed in seeds}) == len(seeds)
@@ -98,7 +98,7 @@ def test_another_schedule_is_another_story() -> None:
 
 @pytest.mark.slow
 def test_nothing_of_a_story_is_left() -> None:
-    """A search plays a million of them; and the real system layer is back afterwards."""
+    """Check memory and the real system layer, because a search plays a million stories."""
 
     def worlds() -> int:
         gc.collect()
@@ -107,12 +107,12 @@ def test_nothing_of_a_story_is_left() -> None:
     modules, before = {each: dict(vars(each)) for each in (files, clock, processes, lease, builtins)}, worlds()
     for seed in range(3):
         play(Leases, schedule(Leases, str(seed)))
-    assert worlds() <= before  # of other tests
+    assert worlds() <= before  # worlds of other tests
     assert {module: dict(vars(module)) for module in modules} == modules
 
 
 def test_module_imported_in_a_story_finds_its_threads() -> None:
-    """Only for as long as the story lasts: then it is like any other."""
+    """Check that the imported module is a normal one after the story."""
     module: dict[str, Any] = {"__name__": "runner.imported_late"}
     made: list[object] = []
 
@@ -129,7 +129,7 @@ def test_module_imported_in_a_story_finds_its_threads() -> None:
 
 
 def test_two_processes_are_not_taken_for_one() -> None:
-    """Both are threads of one real process, and must not write the same temporary file."""
+    """Check that both, as threads of one real process, write different temporary files."""
     renamed: list[tuple[str, str]] = []
 
     def work() -> None:
@@ -147,7 +147,7 @@ def test_two_processes_are_not_taken_for_one() -> None:
 
 
 def test_a_killed_process_changes_nothing_any_more() -> None:
-    """Wherever it was, and whatever it would do at its end: no `finally` and no `except` of it writes a byte."""
+    """Kill the process at any call. Neither its `finally` nor its `except` blocks write a byte."""
 
     def work(scenario: Small) -> None:
         count = 0
@@ -170,7 +170,7 @@ def test_a_killed_process_changes_nothing_any_more() -> None:
             left.append(contents(scenario))
 
         scenario.world.at(scenario.random.uniform(0.1, 1.0), kill)
-        scenario.world.at(5.0, lambda: None)  # time for what must not come
+        scenario.world.at(5.0, lambda: None)  # time for writes that must not happen
 
     for seed in range(20):
         left: list[dict[str, bytes]] = []
@@ -183,7 +183,7 @@ def test_a_killed_process_changes_nothing_any_more() -> None:
 
 
 def test_a_frozen_process_goes_on() -> None:
-    """And finds its clock, but nothing else, ahead."""
+    """Check that only the clock of the process is ahead."""
     times: list[float] = []
 
     def work() -> None:
@@ -227,7 +227,7 @@ def test_a_story_that_does_not_end_is_a_broken_promise(waits: str) -> None:
 
 
 def left_by(work: Callable[[Small], None], seed: int, network: bool, loses_power: bool) -> dict[str, bytes]:
-    """What a process leaves behind that waits, once it has done something."""
+    """Return the files of a process that works and then waits."""
     left = dict[str, bytes]()
 
     def start(scenario: Small) -> None:
@@ -249,7 +249,7 @@ def left_by(work: Callable[[Small], None], seed: int, network: bool, loses_power
 
 
 def after_power_loss(work: Callable[[], None], seed: int) -> dict[str, bytes]:
-    """What is left of what a process did before its machine lost power."""
+    """Return the files of a process after its machine lost power."""
     return left_by(lambda scenario: work(), seed, network=False, loses_power=True)
 
 
@@ -265,12 +265,12 @@ def test_power_loss_keeps_what_was_synced() -> None:
     found = [after_power_loss(work, seed) for seed in SEEDS]
     assert all(left["kept"].startswith(b"synced") for left in found)
     assert {len(left["kept"]) for left in found} >= {len(b"synced"), len(b"synced and not")}
-    assert {left.get("name") for left in found} == {None, b"synced"}  # a name that is there has what was synced
+    assert {left.get("name") for left in found} == {None, b"synced"}  # an existing name has the synced content
     assert {left.get("neither") for left in found} >= {None, b"", b"data"}
 
 
 def test_a_rename_is_atomic() -> None:
-    """After a power loss the name leads to the old content or to the new one, and never to none."""
+    """Check that after a power loss the name leads to the old content or to the new one, never to none."""
 
     def work() -> None:
         written(HOME / "value", b"old")
@@ -291,7 +291,7 @@ def test_what_the_runner_writes_atomically_survives_a_power_loss() -> None:
 
 @pytest.mark.parametrize("network", [False, True])
 def test_only_a_network_file_system_has_old_listings(network: bool) -> None:
-    """And those are of the last few seconds, never of one's own changes."""
+    """Limit the age of listings to some seconds. A machine sees its own changes at once."""
     lags = []
     for seed in SEEDS:
         seen: list[float] = []
@@ -341,7 +341,7 @@ def test_errors_come_from_the_calls_they_are_meant_for() -> None:
 
 
 def refused(scenario: Small, call: str, action: Callable[[], object]) -> None:
-    """Do something in which the next such call gets EIO."""
+    """Call `action`, in which the next such call fails with EIO."""
     assert scenario.world.current is not None
     scenario.world.current.process.fails.append((frozenset({call}), errno.EIO))
     with pytest.raises(OSError, match="Input/output error"):
@@ -350,7 +350,7 @@ def refused(scenario: Small, call: str, action: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize(("again", "left"), [(b"", {b"old", b"old+"}), (b"!", {b"old+!"})])
 def test_refused_sync_may_lose_data_despite_a_second_one(again: bytes, left: set[bytes]) -> None:
-    """The kernel may take it for written, unless more is written there."""
+    """Count the data as written after the error, as the kernel may, unless more is written to the page."""
 
     def work(scenario: Small) -> None:
         written(HOME / "value", b"old")
@@ -367,7 +367,7 @@ def test_refused_sync_may_lose_data_despite_a_second_one(again: bytes, left: set
 
 @pytest.mark.parametrize("network", [False, True])
 def test_only_a_network_file_system_may_do_what_it_refused(network: bool) -> None:
-    """A rename has taken place or not, and what was to be at the server at the close is there or not."""
+    """Allow a refused rename to have happened, and data of a refused close to be on the server."""
 
     def work(scenario: Small) -> None:
         written(HOME / "old", b"x")

@@ -1,4 +1,4 @@
-"""The smallest thing that a run can train: a few points, a line through them, dropout."""
+"""The smallest training for a run: a few points, a linear model, dropout."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ FETCH_S = 0.15
 
 
 class Points:
-    """Points (x, y, z), of which a line is to foretell z.
+    """Points (x, y, z) from which a linear model predicts z.
 
     Args:
-        number: which ones.
-        fetch_s: how long it takes to fetch a batch, in seconds.
+        number: selects the points.
+        fetch_s: seconds to fetch a batch.
     """
 
     collated = True
@@ -35,7 +35,7 @@ class Points:
         return {"points": self._points[index]}
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """A batch, of shape (B, 3)."""
+        """Return a batch of shape (B, 3)."""
         if self._fetch_s:
             clock.sleep(self._fetch_s)
         return {"points": self._points[list(indices)]}
@@ -47,7 +47,7 @@ def _points(number: int) -> torch.Tensor:
 
 
 def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The squared error of each point, (B,); a coordinate is left out now and then, as the generators say."""
+    """Return the squared error of each point, (B,). Drop a coordinate at random."""
     points = batch["points"]
     known = nn.functional.dropout(points[:, :2], 0.3, model.training)
     foretold: torch.Tensor = model(known)

@@ -1,8 +1,7 @@
-"""The scenario of training: attempts at one run, one after another and at once, that may end at any moment.
+"""Play the scenario of training: attempts at one run, in sequence and concurrent, that may end at any moment.
 
-Everything of an attempt is real, from its lease to its last record: `runner.training.attempt.attempt` runs in a
-simulated process and trains a line through a few points. What comes out is compared, bit for bit, with the same run
-that nothing befell.
+An attempt is real from its lease to its last record: `runner.training.attempt.attempt` runs in a simulated process and
+trains a linear model on a few points. The result is compared, bit for bit, with the same run without strikes.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ COMMITTED = re.compile(rf"{re.escape(str(RUN.checkpoints))}/step_(\d{{8}})")
 TEMPORARY = re.compile(rf"{re.escape(str(RUN.checkpoints))}/step_\d+(?:\.[a-z]+(?:-\d+)?)?\.tmp-(\d+)-\d+.*")
 STEPS = 5
 ATTEMPTS = 7
-"""So many are started before somebody looks after the run."""
+"""Maximum number of attempts before the final, undisturbed ones."""
 TAKES_OVER_S = (1.0, 4.0)
-"""How long an attempt is frozen at most while another one begins: that takes over at once, or waits for a heartbeat."""
+"""Maximum seconds for which an attempt is frozen while another one begins, at once or after a heartbeat timeout."""
 SOON = 200
-"""About as many calls as an attempt makes for a step and its save."""
+"""Approximate number of calls for a step and its save."""
 TENSORS = 24
-"""So many bytes of tensors are at the end of their file."""
+"""Bytes at the end of a file that hold tensors."""
 LAST_ATTEMPTS = 4
-"""So many undisturbed ones may be needed then: two wait for what an earlier one left behind, and one finishes."""
+"""Undisturbed attempts that may be needed: two wait for leftovers of earlier ones, and one finishes."""
 FIXED = [
     f"train.steps={STEPS}",
     "train.batch_size=2",
@@ -84,17 +83,17 @@ KINDS: tuple[tuple[str, ...], ...] = (
     ("sampler=mixture", SECOND, "sampler.weights.b=3", "eval.every_steps=0"),
     ("sampler=elastic", HELD_OUT, f"eval.every_steps={STEPS}", "eval.batches=1"),
 )
-"""Of runs: what they train on, in which order, and how often they evaluate."""
+"""Kinds of runs: data, order and evaluations."""
 
 CHEAPER: tuple[tuple[Any, dict[str, Any]], ...] = (
-    # Seeds the generator of the processor only: torch keeps a stack trace of each call for a GPU that never comes.
+    # Seed the CPU's generator only: torch keeps a stack trace of each call for a GPU that never comes.
     (torch, {"manual_seed": torch.default_generator.manual_seed}),
-    # Hydra looks up the same few classes.
+    # Hydra looks up the same few classes every time.
     (targets, {"_looked_up": cache(targets._looked_up)}),
-    # The heartbeat of a young process is played by the scenario of the lease; here it would be a third of all calls.
+    # The scenario of the lease covers the early heartbeats, which would be a third of all calls here.
     (lease, {"MIN_INTERVAL_S": 0.2}),
 )
-"""What is replaced in a story because it takes time and explores nothing: modules, and what their names become."""
+"""Replacements for slow code that explores nothing: modules, and the new values of their names."""
 
 
 _composer = cache(Composer)
@@ -102,12 +101,12 @@ _composer = cache(Composer)
 
 @cache
 def _plain(kind: int) -> dict[str, Any]:
-    """The config of a kind of run."""
+    """Return the config of a kind of run."""
     return _composer().compose([*FIXED, *KINDS[kind]]).plain
 
 
 def _text(kind: int, checkpoint: dict[str, Any], fetch_s: float = FETCH_S) -> str:
-    """The config of a run that saves like this, and waits so long for a batch."""
+    """Return the config of a run with this checkpoint section and this wait for a batch."""
     plain = _plain(kind)
     sources = {name: {**source, "fetch_s": fetch_s} for name, source in plain["data"]["sources"].items()}
     changed = {"checkpoint": {**plain["checkpoint"], **checkpoint}, "data": {**plain["data"], "sources": sources}}
@@ -115,10 +114,10 @@ def _text(kind: int, checkpoint: dict[str, Any], fetch_s: float = FETCH_S) -> st
 
 
 class Undisturbed:
-    """What a run of some kind must come to: the same run without anything that befell it.
+    """The expected result of a run of some kind: the same run without strikes.
 
     Args:
-        tree: the content of its files by path, with a checkpoint of every step.
+        tree: content of the files by path, with a checkpoint of every step.
     """
 
     def __init__(self, tree: dict[str, bytes]) -> None:
@@ -126,7 +125,7 @@ class Undisturbed:
         self._tree = {path: content for path, content in tree.items() if path.startswith(str(RUN.checkpoints))}
 
     def differing(self, step: int, found: dict[str, bytes]) -> list[str]:
-        """Names of files of a checkpoint that are not bit for bit as they must be."""
+        """Return the names of files of a checkpoint that are not bit-identical to the expected ones."""
         folder = str(RUN.checkpoint(step))
         mine = {path.removeprefix(f"{folder}/"): data for path, data in self._tree.items() if path.startswith(folder)}
         wrong = [name for name in sorted(mine.keys() | found.keys()) if mine.get(name) != found.get(name)]
@@ -134,7 +133,7 @@ class Undisturbed:
 
 
 def _same_but_evaluated(mine: dict[str, bytes], found: dict[str, bytes], name: str) -> bool:
-    """Whether two train states differ in nothing but whether the step was evaluated: a signal comes before that."""
+    """Return whether two train states differ only in `evaluated`: a signal may come before the evaluation."""
     if name != TRAIN_STATE or name not in mine or name not in found:
         return False
     one, other = (_loaded(each[name]) for each in (mine, found))
@@ -154,7 +153,7 @@ def _plain_values(value: Any) -> Any:
 
 
 class _Job(LocalJob):
-    """A job of a queue that restarts it: of the ones with lower numbers it is known that they are gone, or will be."""
+    """A job that its queue restarts. Starts with lower numbers are known to be gone, now or soon."""
 
     auto_restarts = True
 
@@ -178,7 +177,7 @@ class _Job(LocalJob):
 
 
 class Training(Scenario):
-    """Attempts at one run, started whenever the last one has ended, or while it still runs."""
+    """Attempts at one run, each started after the end of the last one or while it still runs."""
 
     name = "training"
     kinds = COMMON | {
@@ -198,29 +197,29 @@ class Training(Scenario):
         self.queued = self.random.random() < 0.5
         self.count = 0
         self.reported: dict[int, int] = {}
-        """Steps whose checkpoints an attempt was told are committed, and under which fence."""
+        """Steps whose commit was confirmed to an attempt -> its fence."""
         self.rotten: set[int] = set()
         self.damaged: set[int] = set()
-        """Those of them whose manifest is not what it was."""
-        self._rots: list[float] = []  # what rots when the next attempt ends
+        """The rotten checkpoints whose manifest has changed."""
+        self._rots: list[float] = []  # rot at the end of the next attempt
         self._spoiled: list[tuple[int, str, bytes]] = []  # step, name and content of all files that have lost a bit
         self._keeps: dict[Process | None, tuple[Retention, int, frozenset[int]]] = {}
-        self.loaded = 0  # the highest fence under which a checkpoint, or none, was loaded
+        self.loaded = 0  # the highest fence under which an attempt loaded a checkpoint, or began without one
         self.frozen: dict[str, bytes] | None = None  # the records of the run when it was finished
-        self._begun: dict[str, int] = {}  # how many events were before each attempt
+        self._begun: dict[str, int] = {}  # number of events before each attempt
         self._finisher: str | None = None  # the attempt that finished the run
-        self._deleting: Process | None = None  # has committed, and not deleted yet what need not be kept
+        self._deleting: Process | None = None  # has committed and not yet deleted old checkpoints
         self._owner: Process | None = None
         self._generators: dict[Process, Any] = {}
         self._gradients: dict[Task, bool] = {}
         self._task: Task | None = None
         self.final = False
 
-    # ---- what the interpreter has only once
+    # ---- state that the interpreter has only once
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Observe loads and commits, and put back what attempts change in the interpreter."""
+        """Observe loads and commits, and restore changes of attempts to the interpreter."""
         handlers, threads, generators = logging.getLogger("runner").handlers[:], torch.get_num_threads(), _generators()
         load, commit, delete_old = TrainStateManager.load, Saver.commit, Saver.delete_old
         scenario = self
@@ -263,7 +262,7 @@ class Training(Scenario):
                 _set_generators(generators)
 
     def _switched(self, task: Task) -> None:
-        """Each process has random generators of its own, each thread its own mode of torch."""
+        """Switch random generators with the process, and torch's grad mode with the thread."""
         if task is self._task:
             return
         if self._task is not None:
@@ -277,10 +276,10 @@ class Training(Scenario):
             if (found := self._generators.pop(task.process, None)) is not None:
                 _set_generators(found)
 
-    # ---- what happens
+    # ---- events
 
     def begin(self) -> None:
-        """The first attempt at a new run."""
+        """Start the first attempt at a new run."""
         self.disk.watchers.append(self._watch)
         self.disk.make_dir(RUN.path)
         self._configure(self.random)
@@ -296,7 +295,7 @@ class Training(Scenario):
             "keep_best": chosen.choice((0, 1)) if evaluates else 0,
         }
         self.kept = checkpoint["keep_last"]
-        # Without a wait for the batch a thread that saves may still be at it when the next step changes the weights.
+        # Without a wait for the batch, a saving thread may still work when the next step changes the weights.
         files.write_atomic(RUN.config, _text(self.kind, checkpoint, chosen.choice((0.0, FETCH_S, FETCH_S))))
         self.world.tell(
             f"saves every {checkpoint['every_steps']} steps ({checkpoint['mode']}), keeps the last {self.kept}", "run"
@@ -317,7 +316,7 @@ class Training(Scenario):
         raise SystemExit(attempt(RUN.path, job))
 
     def strike(self, kind: str, choice: float) -> None:
-        """Let something befall somebody."""
+        """Let a strike happen."""
         if kind == "another":
             self._another()
         elif kind == "stop":
@@ -339,17 +338,17 @@ class Training(Scenario):
             super().strike(kind, choice)
 
     def power_loss(self, host: Host) -> None:
-        """As for any other; a mark of the end that was not synced yet may be lost, and then the run is not finished."""
+        """Cut the power. An unsynced completion mark may be lost, and then the run is not finished."""
         super().power_loss(host)
         if str(RUN.finished) not in self.disk.tree():
             self.frozen = self._finisher = None
         there = self._checkpoints()
-        for step, name, content in self._spoiled:  # one that was set aside may be back
+        for step, name, content in self._spoiled:  # a checkpoint that was set aside may be back
             if there.get(step, {}).get(name) == content:
                 self._note_rotten(step, name)
 
     def _supersede(self, choice: float) -> None:
-        """Freeze an attempt while another one begins, which may take over from it before it continues."""
+        """Freeze an attempt while another one begins, which may take over before the first continues."""
         process, chosen = self.choose(choice), random.Random(f"supersede {choice}")
         if process is not None:
             self.world.freeze(process)
@@ -357,9 +356,9 @@ class Training(Scenario):
             self.world.at(chosen.choice(TAKES_OVER_S) * chosen.random(), partial(self.world.thaw, process))
 
     def _refuse(self, choice: float) -> None:
-        """The next records of an attempt are refused; it may be killed soon, and has them in its memory alone.
+        """Refuse the next records of an attempt, which it then has in memory only. It may be killed soon.
 
-        A disk that is full refuses what follows as well, so that nothing is saved without these records.
+        A full disk also refuses all later writes, so nothing is saved without these records.
         """
         process, chosen = self.choose(choice), random.Random(f"refuse {choice}")
         if process is None:
@@ -369,10 +368,10 @@ class Training(Scenario):
             self.world.strike_at(self.world.steps + chosen.randrange(SOON), partial(self.world.kill, process))
 
     def _rot(self, choice: float, newest: bool = False) -> None:
-        """Change a bit of a checkpoint, but not of the last one that is whole: then nothing could be promised.
+        """Change a bit of a checkpoint, but not of the last intact one, without which nothing could be promised.
 
-        Nor of the newest one in the moment after its commit in which the older ones are deleted: what was written and
-        synced is not read again before that, so it is as if it were the last one already.
+        Nor of the newest one while older ones are deleted after its commit. Written and synced data is not read again
+        before that, so the newest one counts as the last one.
         """
         there = sorted(self._checkpoints())
         whole = [step for step in there if step not in self.rotten]
@@ -383,11 +382,11 @@ class Training(Scenario):
         chosen = random.Random(f"rot {choice}")
         step = whole[-1] if newest else chosen.choice((whole[-1], chosen.choice(whole)))
         node = self.disk._find(list(RUN.checkpoint(step).parts[2:]), "")
-        name = chosen.choice([*sorted(node.entries), MANIFEST])  # the manifest alone is read before a deletion
+        name = chosen.choice([*sorted(node.entries), MANIFEST])  # only the manifest is read before a deletion
         file = node.entries[name]
         if not file.data:
             return
-        # Tensors are behind a header that is much larger here.
+        # The header before the tensors is much larger here.
         at = chosen.choice((chosen.randrange(len(file.data)), -1 - chosen.randrange(min(len(file.data), TENSORS))))
         file.data[at] ^= 1 << chosen.randrange(8)
         file.synced = bytes(file.data)
@@ -403,7 +402,7 @@ class Training(Scenario):
             self.damaged.add(step)
 
     def on_end(self, process: Process) -> None:
-        """An attempt ends as it may, and says why; the next one begins a while later."""
+        """Check that an attempt ends with a known status and a reason. Start the next one a while later."""
         said = "\n".join(process.output)
         self.must(
             not process.errors and "Traceback" not in said,
@@ -418,10 +417,10 @@ class Training(Scenario):
         if self.frozen is None and not self.final:
             self.world.at(self.random.choice((0.5, 5.0, 40.0)) * self.random.random(), self._another)
 
-    # ---- what must hold
+    # ---- checks
 
     def _checkpoints(self) -> dict[int, dict[str, bytes]]:
-        """The files of the committed checkpoints, by step."""
+        """Return the files of the committed checkpoints, by step."""
         found: dict[int, dict[str, bytes]] = {}
         for path, content in self.disk.tree().items():
             folder, _, name = path.rpartition("/")
@@ -440,7 +439,7 @@ class Training(Scenario):
             self._finished()
 
     def _appears(self, step: int, path: str) -> None:
-        """A checkpoint has its name."""
+        """Check a checkpoint when it gets its name."""
         found = TEMPORARY.fullmatch(path)
         self.must(found, f"checkpoint {step} comes from {path}")
         fence = int(found[1])  # type: ignore[index]
@@ -451,7 +450,7 @@ class Training(Scenario):
         self.must(not wrong, f"checkpoint {step} is not what it is without any strike: {', '.join(wrong)}")
 
     def _goes(self, step: int, to: str) -> None:
-        """A checkpoint is deleted, or set aside because it is corrupt."""
+        """Check the deletion of a checkpoint, or its rename because it is corrupt."""
         found = TEMPORARY.fullmatch(to.rpartition("/")[0])
         self.must(found, f"checkpoint {step} becomes {to}")
         fence = int(found[1])  # type: ignore[index]
@@ -459,13 +458,13 @@ class Training(Scenario):
         if step not in self.rotten:
             self.must(self._whole(), f"checkpoint {step} is removed although no other one is whole")
             self.must(not to.endswith("corrupt"), f"checkpoint {step} is set aside although it is whole")
-        if to.endswith("taken") and self._process() in self._keeps:  # not by the command that prunes
+        if to.endswith("taken") and self._process() in self._keeps:  # not the command that prunes
             self._is_deleted(step)
         self._forget(step)
         self.reported.pop(step, None)
 
     def _is_deleted(self, step: int) -> None:
-        """A checkpoint may be deleted if enough newer ones are kept, not counting what could be seen to be damaged."""
+        """Check that enough newer checkpoints are kept, without those whose damage was visible."""
         retention, saved, damaged = self._keeps[self._process()]
         newer = [each for each in self._checkpoints() if step < each <= saved and each not in damaged]
         self.must(len(newer) >= retention.keep_last, f"checkpoint {step} is deleted, and only {newer} are kept")
@@ -480,11 +479,11 @@ class Training(Scenario):
         return self.world.current.process if self.world.current is not None else None
 
     def _whole(self) -> set[int]:
-        """Steps of the committed checkpoints of which no bit has changed."""
+        """Return the steps of committed checkpoints without a changed bit."""
         return self._checkpoints().keys() - self.rotten
 
     def _cannot_load(self, error: str, before: set[int]) -> None:
-        """An attempt cannot resume: of the checkpoints that were whole `before`, and still are, there must be none."""
+        """Check that no checkpoint was intact `before` and still is, when an attempt cannot resume."""
         whole = sorted(before & self._whole())
         self.must(not whole or "is valid" not in error, f"checkpoint {whole[-1:]} is whole, but: {error}")
 
@@ -495,19 +494,19 @@ class Training(Scenario):
         self._keeps[self._process()] = retention, step, frozenset(self.damaged)
 
     def _has_loaded(self, fence: int, step: int) -> None:
-        """An attempt resumes: from the newest checkpoint that anybody was told of, unless a newer one has resumed."""
+        """Check that an attempt resumes from the newest confirmed checkpoint, unless a newer attempt has resumed."""
         whole = max((each for each in self.reported if each not in self.rotten), default=0)
         self.must(step >= whole or fence < self.loaded, f"resumes at step {step}, but {whole} was committed")
         self.loaded = max(self.loaded, fence)
 
     def _records(self) -> dict[str, bytes]:
-        """What must never change once a run is finished; what others were still writing beside it is removed."""
+        """Return the files that must never change once a run is finished, without temporary files of other attempts."""
         kept = tuple(str(each) for each in (RUN.metrics, RUN.attempts, RUN.finished, RUN.checkpoints))
         tree = self.disk.tree().items()
         return {path: content for path, content in tree if path.startswith(kept) and ".tmp-" not in path}
 
     def _finished(self) -> None:
-        """The run is marked as finished: it is complete, and as if nothing had happened."""
+        """Check that a run marked as finished is complete and equal to the undisturbed run."""
         tree = self.disk.tree()
         self.must(json.loads(tree[str(RUN.finished)]) == {"steps": STEPS}, "the mark of the end is wrong")
         found = tree.get(str(RUN.metrics))
@@ -519,7 +518,7 @@ class Training(Scenario):
             self._finisher = finisher.name if finisher is not None else None
 
     def finish(self) -> None:
-        """Whatever has happened, a few undisturbed attempts finish the run, and leave nothing behind."""
+        """Check that a few undisturbed attempts finish the run and leave nothing behind."""
         self.final = True
         self.disk.full = False
         status = None
@@ -543,7 +542,7 @@ class Training(Scenario):
         self.must(not left, f"files are left behind: {left}")
 
     def _attempts_are_recorded(self) -> None:
-        """Each attempt has one line in the attempt log, in order; the last one has finished the run."""
+        """Check that each attempt has one line in the attempt log, in order, and that the last one finished the run."""
         lines = [json.loads(line) for line in self.disk.tree()[str(RUN.attempts)].splitlines()]
         numbers = [line["attempt"] for line in lines]
         self.must(numbers == list(range(1, len(lines) + 1)), f"attempts.jsonl has the attempts {numbers}")
@@ -551,10 +550,10 @@ class Training(Scenario):
         self.must(last == {"cause": "finished", "exit": 0, "end_step": STEPS}, f"attempts.jsonl ends with {last}")
 
     def _may_leave_checkpoints(self) -> bool:
-        """Whether parts of deleted checkpoints may be in the finished run: `runner checkpoints --prune` removes them.
+        """Return whether the finished run may have parts of deleted checkpoints, for `runner checkpoints --prune`.
 
-        A disk may have refused their removal, or brought them back after a power loss. An attempt begins with the
-        removal of such, but no attempt does anything in a finished run.
+        A disk may have refused their removal, or brought them back after a power loss. An attempt begins by removing
+        such parts, but in a finished run no attempt does anything.
         """
         since = self.world.events[self._begun[self._finisher] :] if self._finisher is not None else []
         troubles = ("gets E", "loses power", "is full", "has room again")
@@ -562,7 +561,7 @@ class Training(Scenario):
 
 
 class _Quiet(Training):
-    """The same run without strikes, which keeps all its checkpoints. Its seed is the number of its kind."""
+    """The same run without strikes. It keeps all checkpoints, and its seed is the number of its kind."""
 
     name = "undisturbed"
     trees: ClassVar[dict[int, dict[str, bytes]]] = {}
@@ -597,7 +596,7 @@ class _Quiet(Training):
 
 @cache
 def undisturbed(kind: int) -> Undisturbed:
-    """What a run of this kind comes to if nothing befalls it."""
+    """Return the result of an undisturbed run of this kind."""
     story = play(_Quiet, Schedule(str(kind), ()))
     assert story.broken is None, story.broken
     made = Undisturbed(_Quiet.trees.pop(kind))

@@ -2,8 +2,8 @@
 
     python forked.py FOLDER RANKS KILLS SEED WORD...
 
-The runs are FOLDER/plain and FOLDER/killed, relative to the current directory. A fork has torch and the libraries of the
-examples imported already, which takes most of a start.
+The runs are FOLDER/plain and FOLDER/killed, relative to the current directory. A fork has torch and the libraries of
+the examples imported already, which takes most of a start.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run attempts as forks of a process that has imported torch and the runner, which takes most of a start.
 
-`start` returns an object like a `subprocess.Popen`. With several ranks the process does what torchrun does: it
-serves the ranks' key-value store, starts each rank in a separate session, and ends the others when one fails.
+`start` returns an object like a `subprocess.Popen`. With several ranks the process does what torchrun does: it serves
+the ranks' key-value store, starts each rank in a separate session, and ends the others when one fails.
 
 Such processes share the seed of Python's hashes. The runs of the docs, of Slurm and of `chaos` are new processes.
 """
