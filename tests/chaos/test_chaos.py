@@ -289,7 +289,7 @@ def result(tmp_path: Path, **changes: Any) -> report.Result:
     return replace(found, **changes)
 
 
-def test_a_good_result_reports_what_was_compared_and_lost(tmp_path: Path) -> None:
+def test_good_result_reports_comparisons_and_losses(tmp_path: Path) -> None:
     good = result(tmp_path)
     assert good.good
     assert good.verdict() == [
@@ -375,7 +375,7 @@ def test_jobs_and_processes_have_different_faults() -> None:
         choose_kinds(("frozen",), local=False)
 
 
-def test_ranks_change_only_where_the_result_does_not_depend() -> None:
+def test_ranks_change_only_in_rank_invariant_runs() -> None:
     """Leave the fault out of such a run by default. If the user requests it, raise an error with the remedy."""
     invariant = Config(train=TrainConfig(global_batch_size=16), sampler=SamplerConfig(kind=SamplerKind.elastic))
     assert fixed_ranks(invariant, [1, 2, 3, 4]) is None
@@ -502,7 +502,7 @@ def test_second_command_after_the_finish_is_too_late(tmp_path: Path, always: Pla
 
 
 @pytest.mark.parametrize(("steps", "answer"), [(4, TooLateError), (5, UnansweredError)])
-def test_a_run_whose_very_last_save_is_refused_is_right_to_fail(tmp_path: Path, steps: int, answer: Any) -> None:
+def test_run_whose_last_save_is_refused_may_fail(tmp_path: Path, steps: int, answer: Any) -> None:
     """Count a fault at the end as too late. A run that failed earlier did not survive the full disk."""
     failed = stage(Late(RunDir(tmp_path / "run"), status=1), steps)
     assert type(DiskFull.ended(failed)) is answer

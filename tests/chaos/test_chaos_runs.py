@@ -168,7 +168,7 @@ def test_interrupted_drill_stops_its_runs_and_can_continue(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_without_faults_is_reported_as_such(tmp_path: Path) -> None:
+def test_run_that_fails_without_faults_is_reported(tmp_path: Path) -> None:
     process = start("optimizer.lr=1e15", "train.clip_norm=null", "train.steps=20", f"--root={tmp_path / 'root'}")
     _, shown = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2

@@ -48,7 +48,7 @@ def test_every_kind_of_image(image: Any, expected: np.ndarray) -> None:
     assert size_of(content) == (expected.shape[1], expected.shape[0])
 
 
-def test_a_figure() -> None:
+def test_figure_becomes_a_png() -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure(figsize=(2, 1), dpi=50)
     assert decoded(png(figure)).shape == (50, 100, 4)
 
@@ -56,7 +56,7 @@ def test_a_figure() -> None:
 @pytest.mark.parametrize(
     "image", [np.zeros(3), np.zeros((0, 3)), np.zeros((2, 2), int), torch.zeros(2, 5, 5, 5), b"GIF"]
 )
-def test_what_is_no_image(image: Any) -> None:
+def test_other_values_are_not_images(image: Any) -> None:
     with pytest.raises(UserError, match="cannot be logged"):
         png(image)
 
@@ -74,7 +74,7 @@ def recorder(tmp_path: Path) -> RunRecorder:
     return recorder_of(run, TensorBoard(run))
 
 
-def test_tensorboard_shows_them(recorder: RunRecorder, tmp_path: Path) -> None:
+def test_tensorboard_shows_images_and_texts(recorder: RunRecorder, tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = RunDir(tmp_path)
     recorder.media(Media(3, "a/picture", run.artifacts / "a/picture-3.png", png(PIXELS)))

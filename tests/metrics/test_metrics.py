@@ -107,7 +107,7 @@ def test_resuming_at_step_0_keeps_nothing(run: RunDir) -> None:
     assert run.metrics.read_bytes() == b""
 
 
-def test_a_superseded_process_writes_to_a_file_that_nobody_reads(run: RunDir) -> None:
+def test_superseded_process_writes_to_an_abandoned_file(run: RunDir) -> None:
     """Write from a frozen process that still has the old file open when it wakes up."""
     frozen = resume_jsonl(run.metrics, 0)
     frozen.write(record(1))
@@ -185,7 +185,7 @@ def test_a_sync_that_failed_once_is_repeated_with_a_new_file(run: RunDir, monkey
     assert list(read_lines(run.metrics)) == [record(1)]
 
 
-def test_what_was_written_is_durable_when_the_file_is_closed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_the_file_makes_records_durable(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the close, because nothing else syncs the file at the end of a run."""
     writer, synced = resume_jsonl(run.metrics, 0), []
     monkeypatch.setattr(files, "fsync_fd", lambda fd: synced.append(list(read_lines(run.metrics))))
@@ -204,7 +204,7 @@ def test_a_closed_file_holds_no_descriptor(run: RunDir) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_branch_takes_its_trunks_records_and_keeps_none_before(run: RunDir, tmp_path: Path) -> None:
+def test_branch_copies_records_of_its_trunk_and_drops_others(run: RunDir, tmp_path: Path) -> None:
     """Also check a trunk without the file, and records that an earlier attempt copied from another trunk."""
     branch = RunDir(tmp_path / "branch")
     branch.path.mkdir()
@@ -217,7 +217,7 @@ def test_branch_takes_its_trunks_records_and_keeps_none_before(run: RunDir, tmp_
     assert steps(run) == list(range(1, 13))
 
 
-def test_a_line_that_a_full_disk_cut_short_is_removed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_truncated_by_a_full_disk_is_removed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, real, calls = resume_jsonl(run.metrics, 0), files.write_fd, []
 
     def full(fd: int, data: bytes) -> int:
@@ -268,7 +268,7 @@ def test_lines_lost_by_the_file_system_are_written_again(run: RunDir, monkeypatc
     assert list(read_lines(run.metrics)) == [record(step) for step in range(1, 6)]
 
 
-def test_what_is_kept_in_memory_until_it_is_synced_is_bounded(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_unsynced_records_is_bounded(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, sync, synced = resume_jsonl(run.metrics, 0), files.fsync_fd, list[int]()
     monkeypatch.setattr(jsonl, "TAIL_BYTES", 1000)
 
@@ -373,7 +373,7 @@ class Faulty(ExternalWriter):
 
 
 @pytest.mark.parametrize("looks", [0, 3])
-def test_a_logger_of_a_superseded_attempt_logs_nothing_more(run: RunDir, looks: int) -> None:
+def test_logger_of_a_superseded_attempt_stops_logging(run: RunDir, looks: int) -> None:
     """Log no message either: the training thread detects the lost lease. `end` would send buffered records."""
     left = iter(range(looks))
 
@@ -747,7 +747,7 @@ def test_tensorboard_shows_the_trunk_of_a_branch(run: RunDir) -> None:
     assert [event.step for event in events.Scalars("loss")] == list(range(1, 31))
 
 
-def test_the_best_value_is_that_of_the_metric_s_own_direction(run: RunDir) -> None:
+def test_best_value_follows_the_direction_of_the_metric(run: RunDir) -> None:
     with resume_jsonl(run.metrics, 0) as writer:
         for step, accuracy in enumerate((0.5, 0.9, 0.7), start=1):
             writer.write({"step": step, "loss": 1.0})

@@ -30,7 +30,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["mixture", "elastic"])
-def test_line_names_the_changes_and_sometimes_everything(sampler: str, tmp_path: Path) -> None:
+def test_line_names_changes_and_at_intervals_everything(sampler: str, tmp_path: Path) -> None:
     """Check that the lines depend on the step alone: the bytes are the same for any attempts."""
     words = [*MIXTURE, f"sampler={sampler}", "train.batch_size=2", "train.steps=14"]
     whole = trained(tmp_path / "whole", *words)

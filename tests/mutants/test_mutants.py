@@ -139,7 +139,7 @@ def test_same_seed_draws_the_same_mutants_after_moves(project: Path) -> None:
     assert len(moved) == len(names) + 1
 
 
-def test_a_change_is_in_the_copy_alone_and_only_for_a_while(project: Path) -> None:
+def test_change_is_only_in_the_copy_and_temporary(project: Path) -> None:
     (change, *_) = changes.drawn(project, 1)
     with Copy(project) as copy:
         before = (copy.path / MODULE).stat().st_mtime_ns
@@ -173,7 +173,7 @@ def test_tests_of_a_line_are_found_nearest_first(project: Path) -> None:
         assert tests.tests_of(every["min/max"], own=False) == {}
 
 
-def test_what_was_measured_stays_valid_when_the_code_moves(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_stay_valid_when_the_code_moves(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Find a line by its text, and give a changed line the tests of the lines that it replaces."""
     every = {change.kind: change for change in changes.changes_of(project, MODULE) if change.lines[0] < 25}
     tests = {kind: f"tests/rundir/test_lease.py::{kind}" for kind in ("min/max", "except")}
@@ -204,7 +204,7 @@ def test_what_was_measured_stays_valid_when_the_code_moves(project: Path, monkey
         pytest.param(None, None, "simulation: lease does not come to its end", id="no end"),
     ],
 )
-def test_the_simulation_notices_what_breaks_only_with_the_change(
+def test_simulation_notices_breaks_caused_by_the_change(
     project: Path,
     monkeypatch: pytest.MonkeyPatch,
     found: list[list[str]] | None,
@@ -235,7 +235,7 @@ def test_the_simulation_notices_what_breaks_only_with_the_change(
 
 
 @pytest.mark.slow
-def test_the_simulation_of_the_copy_is_played_and_told_again() -> None:
+def test_simulation_of_the_copy_plays_and_replays() -> None:
     with Copy(ROOT) as copy:
         played = simulation.Simulation(copy, lambda line: None)
         assert played._run(simulation.SEARCH, "lease", "2", limit=300) is not None
@@ -303,7 +303,7 @@ def test_mutants_are_tried_once_and_recorded(project: Path) -> None:
     assert len(path.read_text().splitlines()) == 9
 
 
-def test_a_line_that_a_kill_cut_short_is_tried_again(tmp_path: Path) -> None:
+def test_change_with_a_truncated_result_is_tried_again(tmp_path: Path) -> None:
     path = tmp_path / "seed-1.jsonl"
     path.write_text(json.dumps({"change": "a", "noticed": None}) + "\n" + '{"change": "b", "not')
     assert list(read(path)) == ["a"]

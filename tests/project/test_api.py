@@ -55,7 +55,7 @@ def test_a_script_trains_a_run_and_resumes_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_interrupted_it_saves_before_the_call_raises(tmp_path: Path) -> None:
+def test_interrupted_call_saves_before_it_raises(tmp_path: Path) -> None:
     process = script(tmp_path, "train.steps=5000", "eval.every_steps=0")
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 300
@@ -70,7 +70,7 @@ def test_interrupted_it_saves_before_the_call_raises(tmp_path: Path) -> None:
     assert run.checkpoints[-1] == run.step
 
 
-def test_output_that_cannot_be_shown_stops_nothing() -> None:
+def test_output_that_cannot_be_shown_is_still_collected() -> None:
     class Closed(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
@@ -81,7 +81,7 @@ def test_output_that_cannot_be_shown_stops_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_when_the_script_dies_its_run_does_not_go_on(tmp_path: Path) -> None:
+def test_run_stops_when_its_script_dies(tmp_path: Path) -> None:
     process = script(tmp_path, "train.steps=100000", "eval.every_steps=0")
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 300
@@ -95,9 +95,7 @@ def test_when_the_script_dies_its_run_does_not_go_on(tmp_path: Path) -> None:
     assert run.state == "killed"
 
 
-def test_what_does_not_compose_is_raised_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_composition_errors_are_raised_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for words, message in (
         (["optimizer.lrr=1"], r"optimizer.lrr=1: no such option in optimizer \(did you mean 'lr'\?\)"),
@@ -111,7 +109,7 @@ def test_what_does_not_compose_is_raised_before_anything_starts(
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_is_raised_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_run_raises_with_its_last_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="the loss of step 2 is nan") as error:
         runner.train(*TINY, "optimizer.lr=1e9", "train.clip_norm=null")

@@ -132,14 +132,14 @@ def test_every_module_is_in_the_picture_and_nothing_else() -> None:
     assert set(drawn) == {box(name) for name in modules() if name.startswith("runner.")}
 
 
-def test_imports_go_down_the_layers_and_libraries_stay_at_home(imports: Imports) -> None:
+def test_imports_go_down_and_libraries_stay_in_place(imports: Imports) -> None:
     edges = [(module, name) for module, names in imports.items() for name in names]
     wrong = [f"{module} imports {name}, which {why}" for module, name in edges if (why := fault(module, name))]
     assert not wrong, "\n".join(wrong)
     assert {name for names in imports.values() for name in names} >= {*HOMES, "runner.config.targets"}
 
 
-def test_no_module_imports_itself_by_a_detour(imports: Imports) -> None:
+def test_imports_have_no_cycle(imports: Imports) -> None:
     TopologicalSorter(imports).prepare()  # raises CycleError
 
 
@@ -198,7 +198,7 @@ def _fresh(program: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_what_needs_no_torch_imports_none(tmp_path: Path) -> None:
+def test_modules_that_need_no_torch_do_not_import_it(tmp_path: Path) -> None:
     """Check the imports of these modules as a whole, indirect ones included: no torch, numpy, hydra or omegaconf."""
     program = f"""
 import importlib, sys

@@ -20,7 +20,7 @@ def measured(name: str = "load", **values: float) -> Table:
     return table
 
 
-def test_a_table_says_its_goals_and_which_are_missed() -> None:
+def test_table_shows_its_goals_and_the_missed_ones() -> None:
     table = Table("a", "size")
     table.add("10 MB", "stall", 1.31, at_most=1.3)
     table.add("10 MB", "time", 0.0021, "s", at_most=1)
@@ -64,7 +64,7 @@ def test_worse_ratio_is_named_until_accepted(tmp_path: Path) -> None:
     assert kept == measured(stall=1.4, speed=1.4, time=1.0)
 
 
-def test_a_run_of_a_benchmark_changes_its_own_tables_alone(
+def test_benchmark_changes_only_its_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Check that `python -m benchmarks NAME` keeps other figures, fills the page, and fails at a worse ratio."""

@@ -144,7 +144,7 @@ def found() -> dict[str, int]:
     }
 
 
-def test_effects_go_through_the_doors(found: dict[str, int]) -> None:
+def test_effects_go_through_the_system_layer(found: dict[str, int]) -> None:
     outside = [f"{effect} (line {line})" for effect, line in found.items() if effect not in EXCEPTIONS]
     assert not outside, "\n".join(outside)
 
@@ -157,7 +157,7 @@ PRIMITIVES = ("this_thread", "begin_writeback", "append_from_now_on", "resolve",
 """Functions of `files` that do more than rename a function of Python."""
 
 
-def test_all_of_files_is_built_on_its_primitives() -> None:
+def test_files_module_is_built_on_its_primitives() -> None:
     """Check that a file system that replaces the primitives has replaced everything."""
     entries = [".is_file", ".is_dir"]  # methods of the entries that `scan` yields, in `kinds`
     outside = []
@@ -210,7 +210,7 @@ def test_an_effect_is_found(source: str, what: str) -> None:
         "def f(process: subprocess.Popen[bytes]): ...",
     ],
 )
-def test_what_is_allowed_is_not_found(source: str) -> None:
+def test_allowed_calls_are_not_reported(source: str) -> None:
     assert list(effects(ast.parse(source))) == []
 
 
@@ -229,5 +229,5 @@ def test_what_is_allowed_is_not_found(source: str) -> None:
         ("def f():\n    clock.sleep(1)", []),
     ],
 )
-def test_what_is_captured_at_import_is_found(source: str, what: list[str]) -> None:
+def test_capture_at_import_is_found(source: str, what: list[str]) -> None:
     assert [name for _, name in captured(ast.parse(source))] == what

@@ -73,7 +73,7 @@ def test_the_folder_of_wheels_is_complete() -> None:
 
 
 @pytest.mark.usefixtures("recorded")
-def test_a_step_that_fails_takes_no_other_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_step_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Check that the file is complete after each step, because a process may be stopped at any time."""
     report = Report(tmp_path / "part.json", "a GPU")
     found = table("gpu-a", "what")
@@ -103,7 +103,7 @@ def test_a_part_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("recorded")
-def test_a_part_for_which_no_time_is_left_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_without_time_left_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "gpu.json"
     assert main(["gpu", "saving", "--minutes", "0.1", "--out", str(out)]) == 0
     reason = json.loads(out.read_text())["not_run"]["saving"]
@@ -160,7 +160,7 @@ def test_every_table_has_its_place_in_the_docs() -> None:
 
 
 @pytest.mark.slow
-def test_a_save_that_is_not_what_was_saved_is_noticed(tmp_path: Path) -> None:
+def test_save_with_wrong_content_is_detected(tmp_path: Path) -> None:
     from benchmarks.gpu.saving import Training
 
     training = Training(tmp_path / "checkpoints", rows=1)
@@ -176,7 +176,7 @@ def test_a_save_that_is_not_what_was_saved_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("recorded")
-def test_runs_that_differ_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differing_runs_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.gpu import exactness
     from benchmarks.gpu.runs import Run
 

@@ -150,7 +150,7 @@ def run_alone(alone: Path, folder: Path, *selected: str) -> str:
     return done.stdout
 
 
-@pytest.mark.promise("exactdata's wheel alone: nothing of the runner is there, and its tests pass")
+@pytest.mark.promise("exactdata's wheel passes its tests alone, without the runner")
 def test_the_wheel_of_exactdata_works_alone(alone: Path, tmp_path: Path) -> None:
     names = "runner", "launch", "hydra", "omegaconf", "submitit"
     missing = f"from importlib.util import find_spec; print([name for name in {names} if find_spec(name)])"

@@ -123,6 +123,6 @@ def test_a_private_name_is_still_there_and_in_use(name: str) -> None:
     assert any(last in path.read_text() for path in SOURCES), "nothing uses it any more: remove it from the page"
 
 
-def test_a_name_that_is_gone_is_noticed() -> None:
+def test_missing_private_name_is_detected() -> None:
     for name in ("torch._foreach_nothing_", "torch._dynamo.nothing", "torch.nn.Module._nothing", "torch._gone.x"):
         assert not is_there(name)

@@ -81,7 +81,7 @@ def test_unmarked_test_that_takes_long_fails(tmp_path: Path) -> None:
     seconds=st.lists(st.floats(0, 60), min_size=1, max_size=30),
     count=st.integers(1, 6),
 )
-def test_shards_together_are_the_whole(seconds: list[float], count: int) -> None:
+def test_shards_contain_every_test_once(seconds: list[float], count: int) -> None:
     """Check that each test is in one shard, and that no shard is longer than its part plus its longest test."""
     names = [f"test_it.py::test_{number}" for number in range(len(seconds))]
     known = Durations(dict(zip(names, seconds, strict=True)), 0.1)

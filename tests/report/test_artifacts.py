@@ -27,7 +27,7 @@ def run_with(root: Path, contents: dict[str, bytes]) -> Path:
     return run
 
 
-def test_what_a_callback_logged_is_listed_by_name_and_step(tmp_path: Path) -> None:
+def test_logged_artifacts_are_listed_by_name_and_step(tmp_path: Path) -> None:
     """Use the logged names. Leave out foreign files and links."""
     names = [file_name("a/b c", 20, "png"), file_name("a/b c", 3, "png"), file_name("said-1", 123456789, "txt")]
     run = run_with(tmp_path, dict.fromkeys([*names, "notes.txt", "x-00000001.jpg"], IMAGE))
@@ -42,7 +42,7 @@ def test_what_a_callback_logged_is_listed_by_name_and_step(tmp_path: Path) -> No
     assert artifacts(RunDir(tmp_path)) == []
 
 
-def test_python_has_what_the_report_shows(tmp_path: Path) -> None:
+def test_python_api_has_the_data_of_the_report(tmp_path: Path) -> None:
     run = runner.Run(run_with(tmp_path, {"said-00000002.txt": "é".encode()}))
     (said,) = run.artifacts()
     assert (said.name, said.step, said.text()) == ("said", 2, "é")

@@ -18,10 +18,7 @@ BEHIND = ("page", "panel", "chosen", "hover")
 
 
 def luminance(color: str) -> float:
-    """Return the relative luminance of a color: https:
-
-    www.w3.org/TR/WCAG22/#dfn-relative-luminance.
-    """
+    """Return the relative luminance of a color, see https://www.w3.org/TR/WCAG22/#dfn-relative-luminance."""
     parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -89,7 +89,7 @@ def test_the_weeks_add_up_to_the_run(attempts: list[dict[str, Any]]) -> None:
 
 
 def test_attempt_over_several_weeks_is_divided_by_time() -> None:
-    """Divide an attempt that had three days in the first week, seven in the second and four in the third, after a wait."""
+    """Divide an attempt with three days in the first week, seven in the second and four in the third."""
     line = {"started": MONDAY + 4 * DAY, "seconds": {"steps": 14 * DAY}, "kept_s": 14 * DAY, "queue_s": 60.0}
     weeks = goodput.by_week([line])
     assert {week: seconds["useful"] / DAY for week, seconds in weeks.items()} == pytest.approx(
@@ -126,7 +126,7 @@ TIME = {"attempt": 2, "time": {"seconds": {"start": 1.0, "steps": 50.0}, "traine
 
 
 @pytest.mark.parametrize(("state", "repeated"), [("running", 0.0), ("requeued", 20.0), ("interrupted", 20.0)])
-def test_steps_of_a_live_run_may_be_saved_yet(tmp_path: Path, state: str, repeated: float) -> None:
+def test_steps_of_a_live_run_may_still_be_saved(tmp_path: Path, state: str, repeated: float) -> None:
     run = made(tmp_path / "run", status=TIME)
     run.state = state
     seconds = {bucket: value for bucket, value in run.seconds.items() if value}
@@ -148,7 +148,7 @@ def test_steps_behind_a_corrupt_checkpoint_count_once() -> None:
 
 
 @pytest.mark.parametrize("status", [None, {}, {"attempt": 1, "time": TIME["time"]}, {"attempt": 2, "time": "?"}])
-def test_an_attempt_without_an_account_is_named_and_not_guessed(
+def test_attempt_without_an_account_is_named_not_guessed(
     tmp_path: Path, status: dict[str, Any] | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = made(tmp_path / "run", status=status)
@@ -252,7 +252,7 @@ EACH = pytest.mark.parametrize("number", range(4))
 
 @pytest.mark.slow
 @EACH
-def test_recounted_the_activities_are_the_life_of_the_process(recount: Recount, number: int) -> None:
+def test_recounted_activities_cover_the_life_of_the_process(recount: Recount, number: int) -> None:
     """Check killed attempts up to their last recorded activity. No second counts twice."""
     attempt, events = recount.attempts[number], recount.events(number)
     assert attempt["cause"] == ["killed", "killed", "interrupted", "finished"][number]

@@ -257,7 +257,7 @@ def varied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("width", [1400, 700])
 @pytest.mark.slow
-def test_the_results_are_on_the_screen_whatever_else_differs(browser: Chromium, varied: Path, width: int) -> None:
+def test_results_are_on_the_screen_with_many_settings(browser: Chromium, varied: Path, width: int) -> None:
     """Check that last, best and its step come before the settings, and that nothing is wider than the window."""
     page = browser
     page.open(varied, width)
@@ -322,7 +322,7 @@ def test_the_address_keeps_what_is_chosen(browser: Chromium, varied: Path) -> No
 
 
 @pytest.mark.slow
-def test_images_and_texts_of_runs_are_beside_each_other(browser: Chromium, varied: Path) -> None:
+def test_images_and_texts_of_runs_are_side_by_side(browser: Chromium, varied: Path) -> None:
     page = browser
     page.open(varied)
     page.wait_for("[...document.querySelectorAll('#media-runs img')].filter((e) => e.naturalWidth === 6).length === 9")
@@ -395,7 +395,7 @@ def test_odd_runs_make_no_error(browser: Chromium, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_page_that_is_written_again_reloads_itself(browser: Chromium, tmp_path: Path) -> None:
+def test_rewritten_page_reloads(browser: Chromium, tmp_path: Path) -> None:
     """Check that the choices on the page survive the reload."""
     path = tmp_path / "report.html"
 
@@ -421,7 +421,7 @@ def test_a_page_that_is_written_again_reloads_itself(browser: Chromium, tmp_path
 
 
 @pytest.mark.slow
-def test_a_page_in_which_somebody_has_zoomed_waits(browser: Chromium, tmp_path: Path) -> None:
+def test_zoomed_page_does_not_reload(browser: Chromium, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_run(tmp_path / "run", losses([3.0, 2.0]))
     path.write_text(page(results([tmp_path]), "a run", "eval_loss", refresh_s=1.0))

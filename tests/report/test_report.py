@@ -90,7 +90,7 @@ def sweep(tmp_path: Path) -> Path:
 # ---- numbers
 
 
-def test_the_last_the_best_and_its_step(sweep: Path, report: Report) -> None:
+def test_report_shows_last_best_and_step_of_best(sweep: Path, report: Report) -> None:
     runs = {run["run"]: run for run in as_json(report, sweep)["runs"]}
     assert set(runs) == {f"t{temperature}-s{seed}" for temperature in (1, 2) for seed in (1, 2, 3)}
     one = runs["t2-s1"]
@@ -120,7 +120,7 @@ def test_groups_are_means_over_the_runs_that_did_not_fail(sweep: Path, report: R
     assert both[-1]["metrics"] == {}
 
 
-def test_a_mean_is_of_runs_that_finished_and_of_one_step(tmp_path: Path, report: Report) -> None:
+def test_mean_is_over_finished_runs_at_one_step(tmp_path: Path, report: Report) -> None:
     """Compare runs of different lengths at the largest step for which all have a value."""
     for seed, (count, state) in enumerate([(20, "finished"), (60, "finished"), (53, "interrupted"), (5, "failed")]):
         write_run(tmp_path / f"s{seed}", losses([seed + 10.0 / step for step in range(1, count + 1)]), state, seed=seed)
@@ -175,7 +175,7 @@ def test_which_metrics_are_better_when_they_are_higher() -> None:
     assert not lower_is_better("loss", {"loss": "max"})
 
 
-def test_every_form_says_the_same_numbers(sweep: Path, report: Report, tmp_path: Path) -> None:
+def test_every_format_shows_the_same_numbers(sweep: Path, report: Report, tmp_path: Path) -> None:
     table, html = tmp_path / "runs.csv", tmp_path / "page.html"
     printed = report(sweep, "--csv", table, "--html", html, "--by", "sampler.temperature")
     asked = as_json(report, sweep)
@@ -199,7 +199,7 @@ def test_every_form_says_the_same_numbers(sweep: Path, report: Report, tmp_path:
         assert f"{found['mean']:.4f} ± {found['std']:.4f}" in printed
 
 
-def test_the_records_of_all_steps_as_csv(tmp_path: Path, report: Report) -> None:
+def test_csv_has_the_records_of_all_steps(tmp_path: Path, report: Report) -> None:
     """Write one row per run and step. An evaluation is in the row of its step."""
     records: list[dict[str, Any]] = [{"step": 1, "loss": 2.5, "digest": "ab", "by": {"a": 3}}]
     records.append({"step": 2, "loss": 2.0})
@@ -212,7 +212,7 @@ def test_the_records_of_all_steps_as_csv(tmp_path: Path, report: Report) -> None
     ]
 
 
-def test_the_csv_repeats_what_a_source_has_given(tmp_path: Path, report: Report) -> None:
+def test_csv_repeats_unchanged_values_of_a_source(tmp_path: Path, report: Report) -> None:
     """Repeat the values of sources that a line of metrics.jsonl leaves out because they have not changed."""
     sources = [{"a": {"samples": 2}, "b": {"samples": 0}}, {"b": {"samples": 1}}]
     records = [{"step": step, "loss": 1.0, "sources": each} for step, each in enumerate(sources, 1)]
@@ -264,7 +264,7 @@ def test_forks_are_a_tree(tmp_path: Path, report: Report) -> None:
     assert page_data(root / "report.html")["forks"][:2] == ["trunk", "└ low from step 1"]
 
 
-def test_branch_is_below_its_own_trunk(tmp_path: Path, report: Report) -> None:
+def test_branch_is_below_its_trunk(tmp_path: Path, report: Report) -> None:
     root = tmp_path / "outputs"
     for folder in ("a", "b"):
         write_run(root / folder / "base", losses([3.0]))
@@ -278,7 +278,7 @@ def test_branch_is_below_its_own_trunk(tmp_path: Path, report: Report) -> None:
 # ---- results and columns
 
 
-@pytest.mark.promise("runs are ranked by what is known to be better, and by nothing else")
+@pytest.mark.promise("runs are ranked only by metrics whose direction is known")
 def test_metrics_without_a_known_direction_are_not_ranked(tmp_path: Path, report: Report) -> None:
     """Rank a loss, an accuracy and the config's metric. Rank other metrics only with a declared direction."""
     for number in (1, 2, 3):
@@ -363,7 +363,7 @@ def test_any_way_to_name_the_runs(sweep: Path, report: Report, monkeypatch: pyte
     assert [run["run"] for run in as_json(report, ".")["runs"]] == ["t1-s1"]
 
 
-def test_a_run_that_is_removed_meanwhile_is_left_out(
+def test_run_removed_during_the_report_is_left_out(
     sweep: Path, report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from runner.cli.look import report as module
@@ -399,7 +399,7 @@ def test_foreign_and_damaged_directories_hide_no_run(sweep: Path, report: Report
     assert len(page_data(sweep / "report.html")["runs"]) == 6
 
 
-def test_a_setting_is_not_called_like_another_column(tmp_path: Path, report: Report) -> None:
+def test_setting_never_shares_the_name_of_a_column(tmp_path: Path, report: Report) -> None:
     for number in (1, 2):
         settings = {"train.loss": f"loss{number}", "callbacks.slow.step": number, "optimizer.lr": number}
         write_run(tmp_path / "outputs" / f"run{number}", settings=settings)
@@ -562,12 +562,12 @@ def test_run_that_never_starts_does_not_block_the_command(
     assert slept == [1.0, 1.0]
 
 
-def test_ranks_and_groups_of_nothing() -> None:
+def test_no_runs_give_no_ranks_and_groups() -> None:
     assert ranked([], None) == []
     assert grouped([], ["seed"]) == []
 
 
-def test_what_others_are_composed_from_is_no_run(sweep: Path, report: Report) -> None:
+def test_primary_config_of_a_user_is_not_a_run(sweep: Path, report: Report) -> None:
     (sweep / "conf").mkdir()
     (sweep / "conf" / "config.yaml").write_text("# mine\ndefaults:\n  - _self_\n")
     (sweep / "new").mkdir()

@@ -52,7 +52,7 @@ def assert_reads(path: Path, lines: list[dict[str, Any]]) -> None:
 
 
 @given_in_tiers(shapes=st.lists(records, min_size=1, max_size=4), cut=st.booleans(), data=st.data(), few=15, many=200)
-def test_any_lines_are_read_as_one_by_one(
+def test_blocks_of_lines_are_read_like_single_lines(
     tmp_path: Path, shapes: list[dict[str, Any]], cut: bool, data: st.DataObject
 ) -> None:
     """Compare the reader of blocks with a line-by-line reader: texts, lists, gaps, escapes, NaN."""
@@ -70,7 +70,7 @@ def test_numbers_are_read_to_the_last_bit(tmp_path: Path, column: list[float | N
     assert_reads(path, lines)
 
 
-def test_lines_of_one_shape_and_other_names_are_told_apart(tmp_path: Path) -> None:
+def test_lines_with_other_names_of_equal_length_are_distinct(tmp_path: Path) -> None:
     """Use batches with changing sources whose names have the same length."""
     lines = [{"step": step, "by": {"ab" if step % 3 else "cd": step / 7}, "x": 1} for step in range(200)]
     path = tmp_path / "metrics.jsonl"
@@ -78,7 +78,7 @@ def test_lines_of_one_shape_and_other_names_are_told_apart(tmp_path: Path) -> No
     assert_reads(path, lines)
 
 
-def test_lines_that_hardly_two_of_have_the_same_names(tmp_path: Path) -> None:
+def test_lines_with_mostly_different_names_are_read(tmp_path: Path) -> None:
     """Use batches with a few of many sources, so that lines rarely share their names."""
     lines = [
         {"step": step, "loss": 1 / step, "by": {f"s{(step * k) % 97:02}": step / k for k in (1, 7, 11)}, "on": True}
@@ -90,7 +90,7 @@ def test_lines_that_hardly_two_of_have_the_same_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 60])
-def test_a_source_that_is_not_named_has_what_it_had(tmp_path: Path, count: int) -> None:
+def test_source_that_is_not_named_keeps_its_value(tmp_path: Path, count: int) -> None:
     """Check the points before each change and at the end, because a plot draws straight lines between points."""
     path, steps, given = tmp_path / "metrics.jsonl", 300, dict.fromkeys(range(count), 0)
     lines: list[dict[str, Any]] = []
@@ -112,7 +112,7 @@ def test_a_source_that_is_not_named_has_what_it_had(tmp_path: Path, count: int) 
 
 
 @pytest.mark.parametrize("odd", ["", "7", "[1]", '{"loss": 1}', '{"step": -1}', '{"step": 1.5}', '{"step": true}', "{"])
-def test_a_line_that_is_no_record_is_named(tmp_path: Path, odd: str) -> None:
+def test_line_that_is_not_a_record_is_reported(tmp_path: Path, odd: str) -> None:
     path = tmp_path / "metrics.jsonl"
     for before in (0, 50):
         path.write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(before)) + odd + "\n")

@@ -43,7 +43,7 @@ def test_search_repeats_by_its_seed_and_mutates_the_new() -> None:
 
 @pytest.mark.usefixtures("faulty")
 @pytest.mark.slow
-def test_a_search_stops_at_a_failure_unless_it_is_told_to_go_on() -> None:
+def test_search_stops_at_a_failure_unless_told_to_continue() -> None:
     found = search("lease", 0, schedules=300)
     (failure,) = found.failures.values()
     assert found.broken == 1
@@ -54,7 +54,7 @@ def test_a_search_stops_at_a_failure_unless_it_is_told_to_go_on() -> None:
 
 
 @pytest.mark.usefixtures("faulty")
-def test_shrinking_keeps_the_failure_and_the_story_comes_back() -> None:
+def test_shrunk_story_keeps_the_failure_and_replays() -> None:
     (failure,) = search("lease", 17, schedules=100).failures.values()
     story = play(Leases, schedule(Leases, failure.seed))
     shortest = shrink(Leases, story)
@@ -72,14 +72,14 @@ def test_shrinking_keeps_the_failure_and_the_story_comes_back() -> None:
             assert broken is None or promise(broken) != promise(story.broken)
 
 
-def test_a_promise_is_recognised_by_its_words() -> None:
+def test_promise_is_recognised_by_its_first_words() -> None:
     assert promise("number 1 was given twice") == promise("number 23 was given twice")
     assert promise("value.json is lost") != promise("number 1 was given twice")
     first, second = (f"worker 1 ended with a traceback:\nTraceback\n{kind}: x" for kind in ("OSError", "KeyError"))
     assert promise(first) != promise(second)
 
 
-def test_a_story_is_told_without_the_calls_that_do_not_matter() -> None:
+def test_story_leaves_out_irrelevant_calls() -> None:
     good = play(Leases, schedule(Leases, "17"))
     told = list(stories.lines("lease", good))
     everything = list(stories.lines("lease", good, calls=True))
@@ -119,7 +119,7 @@ def test_command_prints_the_shortest_story_and_its_seed(capsys: pytest.CaptureFi
 
 
 @pytest.mark.usefixtures("here")
-def test_the_command_tells_one_story_or_searches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_replays_one_story_or_searches(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["--scenario", "lease", "--seed", "17"]) == ExitStatus.FINISHED
     assert capsys.readouterr().out.splitlines() == list(stories.lines("lease", play(Leases, schedule(Leases, "17"))))
     words = ["--scenario", "lease", "--seed", "17", "--schedules", "5", "--workers", "1", "--json"]
@@ -128,7 +128,7 @@ def test_the_command_tells_one_story_or_searches(capsys: pytest.CaptureFixture[s
     assert (result["schedules"], result["broken"], result["failures"]) == (5, 0, [])
 
 
-def test_a_search_whose_time_is_up_has_played_something() -> None:
+def test_search_without_time_plays_one_schedule() -> None:
     """Play at least one story, or a search on a busy machine would report that every promise holds."""
     assert search("lease", 0, schedules=9, seconds=0.0).schedules == 1
 
@@ -144,7 +144,7 @@ def test_several_processes_share_a_search() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("here")
-def test_a_process_that_takes_over_continues_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_process_continues_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that a replacement of a playing process does not change the schedules played."""
     alone = search("lease", 3, schedules=25, keep_going=True)
     monkeypatch.setattr("simulation.search.SHIFT", 10)

@@ -88,7 +88,7 @@ def test_a_schedule_is_the_same_story_to_the_last_call(told: tuple[str, Story]) 
     assert play(find(name), story.schedule).events == story.events
 
 
-def test_another_schedule_is_another_story() -> None:
+def test_other_schedules_are_other_stories() -> None:
     """Allow equal stories of mutations, because a mutation may affect only the time after the end."""
     seeds = [str(seed) for seed in range(5)]
     told = {text: tuple(play(Leases, schedule(Leases, text)).events) for seed in seeds for text in (seed, f"{seed}.1")}
@@ -97,7 +97,7 @@ def test_another_schedule_is_another_story() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_of_a_story_is_left() -> None:
+def test_story_leaves_nothing_behind() -> None:
     """Check memory and the real system layer, because a search plays a million stories."""
 
     def worlds() -> int:
@@ -128,7 +128,7 @@ def test_module_imported_in_a_story_finds_its_threads() -> None:
 # ---- processes
 
 
-def test_two_processes_are_not_taken_for_one() -> None:
+def test_two_processes_are_distinct() -> None:
     """Check that both, as threads of one real process, write different temporary files."""
     renamed: list[tuple[str, str]] = []
 
@@ -146,7 +146,7 @@ def test_two_processes_are_not_taken_for_one() -> None:
     assert names == {"record.tmp-101-1000", "record.tmp-102-1000"}
 
 
-def test_a_killed_process_changes_nothing_any_more() -> None:
+def test_killed_process_changes_nothing() -> None:
     """Kill the process at any call. Neither its `finally` nor its `except` blocks write a byte."""
 
     def work(scenario: Small) -> None:
@@ -182,7 +182,7 @@ def test_a_killed_process_changes_nothing_any_more() -> None:
         assert played(start, same, seed=seed).broken is None
 
 
-def test_a_frozen_process_goes_on() -> None:
+def test_frozen_process_continues() -> None:
     """Check that only the clock of the process is ahead."""
     times: list[float] = []
 
@@ -204,7 +204,7 @@ def test_a_frozen_process_goes_on() -> None:
 
 
 @pytest.mark.parametrize("waits", ["for an event", "in turns"])
-def test_a_story_that_does_not_end_is_a_broken_promise(waits: str) -> None:
+def test_endless_story_is_a_broken_promise(waits: str) -> None:
     def wait() -> None:
         if waits == "for an event":
             threading.Event().wait()
@@ -281,7 +281,7 @@ def test_a_rename_is_atomic() -> None:
     assert {after_power_loss(work, seed)["value"] for seed in SEEDS} == {b"old", b"new"}
 
 
-def test_what_the_runner_writes_atomically_survives_a_power_loss() -> None:
+def test_atomic_writes_survive_a_power_loss() -> None:
     def work() -> None:
         files.write_atomic(HOME / "value", "old")
         files.write_atomic(HOME / "value", "new")
@@ -318,7 +318,7 @@ def test_only_a_network_file_system_has_old_listings(network: bool) -> None:
     assert (max(lags) > 1.0) == network
 
 
-def test_errors_come_from_the_calls_they_are_meant_for() -> None:
+def test_injected_errors_reach_the_chosen_calls() -> None:
     found: list[int | None] = []
 
     def work(scenario: Small) -> None:
@@ -366,7 +366,7 @@ def test_refused_sync_may_lose_data_despite_a_second_one(again: bytes, left: set
 
 
 @pytest.mark.parametrize("network", [False, True])
-def test_only_a_network_file_system_may_do_what_it_refused(network: bool) -> None:
+def test_only_a_network_file_system_may_apply_refused_calls(network: bool) -> None:
     """Allow a refused rename to have happened, and data of a refused close to be on the server."""
 
     def work(scenario: Small) -> None:

@@ -78,7 +78,7 @@ _own_loader = cast("cached_property[ConfigLoader]", ConfigTree.__dict__["_loader
 
 @pytest.fixture(scope="session", autouse=True)
 def config_files_read_once(shared_conf: Path) -> Iterator[None]:
-    """Read the shipped config files and the `UNCHANGED` ones once per process: reading takes most of a command's time."""
+    """Read the shipped config files and the `UNCHANGED` ones once per process, which is most of a command's time."""
     UNCHANGED.add(shared_conf)
     loaders: dict[tuple[Path, ...], ConfigLoader] = {}
 

@@ -75,7 +75,7 @@ def through_a_file(state: Any) -> Any:
 
 
 def assert_same(found: Iterable[Any], expected: Iterable[Any]) -> None:
-    """Check that two sequences are equal bit for bit, including tensors and arrays inside dictionaries and sequences."""
+    """Check that sequences are equal bit for bit, including tensors and arrays inside dictionaries and sequences."""
     found, expected = list(found), list(expected)
     assert len(found) == len(expected), f"{len(found)} items, expected {len(expected)}"
     for i, (one, other) in enumerate(zip(found, expected, strict=True)):

@@ -1,4 +1,6 @@
-"""A model whose process stops itself (SIGSTOP), as a machine that hangs would. Environment variables:
+"""A model that stops its process (SIGSTOP), like a hanging machine.
+
+Environment variables:
 
 - STOP_RANK: the rank that stops.
 - STOP_IN: `start` (while the model is built), `training` or `evaluation` (in the second forward pass there), or `save`

@@ -1,4 +1,4 @@
-"""Faults that this project once had, or nearly had, brought back one at a time, to see that the simulation finds them.
+"""Bring back faults that this project had, or nearly had, one at a time, to check that the simulation finds them.
 
 A scenario's faults are the `FAULTS` of the module here with the scenario's name. `python -m simulation.brought_back`
 plays them: see `__main__`.
@@ -13,7 +13,7 @@ FAULTS = {
     for faults in (lease.FAULTS, training.FAULTS, jobs.FAULTS, search.FAULTS, custody.FAULTS)
     for fault in faults
 }
-"""All of them, by name."""
+"""All faults by name."""
 
 RARE = frozenset(
     """
@@ -25,8 +25,8 @@ RARE = frozenset(
     moved-twice custody-not-looked-at-again taken-for-deleted deletion-not-fenced job-remembered-missing
     """.split()
 )
-"""Those that took a search more than 500 schedules: the suite leaves them to tests of their own.
+"""Faults that took a search more than 500 schedules. The suite has separate tests for them.
 
-A schedule that finds one becomes another story as soon as the code makes one call more, and the search for the next
-one may come to nothing.
+A schedule that finds such a fault becomes another story when the code makes one more call, and a new search may find
+nothing.
 """

@@ -1,6 +1,6 @@
-"""`python -m simulation.brought_back [NAME...]`: whether the search still finds each fault, as a table in Markdown.
+"""Check with `python -m simulation.brought_back [NAME...]` that the search finds each fault. Print a Markdown table.
 
-From the clone, with PYTHONPATH=.:tests. A NAME is that of a fault or of a scenario; default: all faults.
+From the clone, with PYTHONPATH=.:tests. A NAME is the name of a fault or of a scenario. The default is all faults.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ HEAD = "| fault | scenario | the right behavior is told in | schedules | seconds
 
 
 def row(fault: Fault, measured: Measured) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     schedules = f"{measured.schedules:,}" if measured.seed is not None else f"not found in {measured.schedules:,}"
     result = f"{schedules} | {measured.seconds:.0f} | {measured.lines or ''}"
     return f"| {fault.what} | {fault.scenario} | {fault.told_in} | {result} |"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table; 1 if a fault was not found."""
+    """Print the table. Return 1 if a fault was not found."""
     parser = argparse.ArgumentParser(prog="python -m simulation.brought_back", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="a fault, or a scenario")
     parser.add_argument("--anew", action="store_true", help="search from the seed on, not near what found it last time")

@@ -1,4 +1,4 @@
-"""Faults in how whole runs are moved, packed, removed, forked and pruned; see `tests/simulation/custodies.py`."""
+"""Faults in how runs are moved, packed, removed, forked and pruned. See `tests/simulation/custodies.py`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _held_by_nobody(patch: pytest.MonkeyPatch) -> None:
 
 
 def _without_looking_again(patch: pytest.MonkeyPatch) -> None:
-    """As it was: the run directory is made where it was moved from, and moved again, empty."""
+    """Recreate the moved run's directory where it was, and move it again, empty, as an earlier version did."""
     real = lease.Lease._take.__func__  # type: ignore[attr-defined]
 
     def take(cls: Any, *arguments: Any) -> Any:
@@ -61,7 +61,7 @@ def _unsynced_archive(patch: pytest.MonkeyPatch) -> None:
 
 
 class _Other:
-    """A module with some other functions."""
+    """A module with some functions replaced."""
 
     def __init__(self, module: Any, **others: Any) -> None:
         self._module, self._others = module, others
@@ -112,7 +112,7 @@ def _queue_not_asked(patch: pytest.MonkeyPatch) -> None:
 
 
 def _as_listed_before(patch: pytest.MonkeyPatch) -> None:
-    """As it was: job.json is looked at before it is opened, and no directory is looked at anew."""
+    """Check job.json before opening it and trust old listings, as an earlier version did."""
     real = submitted_jobs.launcher_of
     patch.setattr(submitted_jobs, "launcher_of", lambda run: real(run) if files.exists(run.job) else None)
     for module in (custody, archive):

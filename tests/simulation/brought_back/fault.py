@@ -1,4 +1,4 @@
-"""What a fault is."""
+"""The description of a fault."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault.
+    """A fault that the simulation must find.
 
     Attributes:
-        name: short, in words joined by hyphens.
-        scenario: the one that is to find it.
-        what: what is wrong, as a clause for a table.
-        told_in: where the right behaviour is described: a docstring (`Guard`), a page, a test.
-        apply: brings it back, by `patch.setattr(module, name, value)` and the like, which is undone afterwards.
+        name: a short name in words joined by hyphens.
+        scenario: the scenario that must find it.
+        what: the wrong behaviour, as a clause for a table.
+        told_in: the place that describes the right behaviour: a docstring (`Guard`), a page, a test.
+        apply: brings the fault back with `patch.setattr(module, name, value)` or similar, undone afterwards.
     """
 
     name: str

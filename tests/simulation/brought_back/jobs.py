@@ -1,4 +1,4 @@
-"""Faults of jobs: what is requeued, what is not, and what is submitted."""
+"""Faults of jobs: wrong requeues, missing requeues, wrong submissions."""
 
 from __future__ import annotations
 

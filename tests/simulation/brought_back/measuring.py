@@ -1,4 +1,4 @@
-"""How long the simulation takes to find one fault, and the shortest story of it."""
+"""Measure how long the simulation takes to find a fault, and find the fault's shortest story."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from simulation.training import undisturbed
 SCHEDULES = 3000
 WARM_UP = 5
 FOUND = Path(__file__).with_name("found.json")
-"""The schedule by which each fault was found the last time. It may find none when the code has changed since."""
+"""The schedule that found each fault the last time. It may find none after changes of the code."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What became of a fault.
+    """The result of the search for a fault.
 
     Attributes:
-        schedules: how many were played until it was found, or not.
-        seconds: how long that took.
-        seed: the schedule that broke a promise; None: none did.
-        lines: how many the shortest story has that are told, not counting single calls; None: it was not looked for.
-        text: that story.
+        schedules: number of schedules played until it was found, or in vain.
+        seconds: time spent.
+        seed: the schedule that broke a promise; None if there was none.
+        lines: lines of the shortest story without single calls; None if the search was not asked for it.
+        text: the shortest story.
     """
 
     schedules: int
@@ -48,13 +48,13 @@ class Measured:
 
 
 def known() -> dict[str, str]:
-    """The schedules by which faults were found, by the faults' names."""
+    """Return the schedules that found faults, by the faults' names."""
     found: dict[str, str] = json.loads(FOUND.read_text())
     return found
 
 
 def record(found: dict[str, str]) -> None:
-    """Keep the schedules by which faults were found."""
+    """Record the schedules that found faults."""
     FOUND.write_text(json.dumps(dict(sorted((known() | found).items())), indent=1) + "\n")
 
 
@@ -70,22 +70,22 @@ def measure_all(
     """Bring faults back one at a time, and search for each.
 
     Args:
-        names: of the faults.
-        near: schedules to play first, by fault; the search goes on in their neighbourhood.
-        seed: where the search begins.
-        schedules: how many to play at most.
-        workers: faults at the same time.
-        shortest: whether to shrink what is found.
+        names: names of the faults.
+        near: schedules to play first, by fault; the search mutates them.
+        seed: the first seed.
+        schedules: maximum number to play.
+        workers: number of faults to search at the same time.
+        shortest: whether to shrink the stories found.
 
     Raises:
         RuntimeError: a story breaks a promise without the fault as well.
     """
-    for scenario in dict.fromkeys(FAULTS[name].scenario for name in names):  # all is imported before a fault is there
+    for scenario in dict.fromkeys(FAULTS[name].scenario for name in names):  # import all before a fault
         for number in range(WARM_UP):
             play(find(scenario), schedule(find(scenario), str(number)))
 
     def measured(name: str) -> Measured:
-        # In another process: this one tells whether the story breaks a promise without the fault as well.
+        # In another process, because this one checks whether the story breaks a promise without the fault as well.
         ((_, (found, told)),) = _in_children(
             lambda name: _measure(name, [near[name]] if name in near else [], seed, schedules, shortest), [name], 1
         )
@@ -106,8 +106,8 @@ def _measure(
     kind = find(fault.scenario)
     with pytest.MonkeyPatch.context() as patch:
         fault.apply(patch)
-        undisturbed.cache_clear()  # what a run comes to with this fault
-        patch.setattr("simulation.search.SHIFT", schedules)  # in this process: others do not have the fault
+        undisturbed.cache_clear()  # the result of an undisturbed run with this fault
+        patch.setattr("simulation.search.SHIFT", schedules)  # stay in this process, which has the fault
         found = search(fault.scenario, seed, schedules=schedules, near=near)
         if not found.failures:
             return Measured(found.schedules, found.seconds), None
@@ -120,7 +120,7 @@ def _measure(
 
 
 def _in_children(function: Callable[[str], Any], names: Sequence[str], workers: int) -> Iterator[tuple[str, Any]]:
-    """Call a function for each name in a process of its own, forked from this one; what it returns, as it comes."""
+    """Call a function for each name in a separate fork of this process. Yield the results as they arrive."""
     context = multiprocessing.get_context("fork")
     waiting, running = deque(names), dict[Connection, tuple[str, Any]]()
 
@@ -147,5 +147,5 @@ def _in_children(function: Callable[[str], Any], names: Sequence[str], workers: 
 
 
 def told(story: Story) -> int:
-    """How many lines of a story are told, not counting single calls."""
+    """Return the number of lines shown of a story, without single calls."""
     return sum(event.shown for event in story.events)

@@ -1,4 +1,4 @@
-"""Faults of the slots and the journal of a search."""
+"""Faults of a search's slots and journal."""
 
 from __future__ import annotations
 

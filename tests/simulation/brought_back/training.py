@@ -1,4 +1,4 @@
-"""Faults of attempts: of their checkpoints, their records, their generators."""
+"""Faults of attempts: in their checkpoints, their records, their generators."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _update_before_the_copy(patch: pytest.MonkeyPatch) -> None:
     def finish_copy(self: manager.TrainStateManager) -> None:
         pending, self._copying = self._copying, None
         if pending is not None:
-            self._saver.observe(pending)  # which finds out what may be copied later; but nobody waits for that
+            self._saver.observe(pending)  # finds out what may be copied later, but nothing waits for that
 
     patch.setattr(manager.TrainStateManager, "finish_copy", finish_copy)
     patch.setattr(copying, "_version", lambda tensor: 0)
