@@ -647,7 +647,7 @@ class Custodies(Scenario):
         except (OSError, CheckpointError) as error:
             self.world.tell(f"cannot delete what is old: {error}", self._own().name)
 
-    # ---- what must hold
+    # ---- checks
 
     def _watch(self, what: str, path: str, to: str) -> None:
         task = self.world.current

@@ -519,7 +519,7 @@ class Jobs(Scenario):
         if host is not self.hosts[0]:
             self.world.at(60.0, partial(self.slurm.node_back, host))
 
-    # ---- what must hold
+    # ---- checks
 
     def begins(self, run: RunDir, record: dict[str, Any], fence: int) -> None:
         """Check an attempt before it trains: not after three failed attempts of its job without a new checkpoint.

@@ -706,7 +706,7 @@ class Slurm:
         """Return the jobs that a command changes. No process may change a foreign job after Slurm has shown it as such.
 
         Raises:
-            BrokenPromiseError: a process does.
+            BrokenPromiseError: a process changes such a job.
             Refused: there is no such job, or it is another user's.
         """
         found = self._found(job_id)

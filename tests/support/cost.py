@@ -70,7 +70,7 @@ class Costs:
     """Measure each test in the process that runs it.
 
     Args:
-        unlimited: whether an unmarked test may take as long as it likes.
+        unlimited: whether unmarked tests have no limit.
     """
 
     def __init__(self, unlimited: bool = False) -> None:

@@ -61,8 +61,8 @@ class Recording:
     def after_power_failure(self, number: int) -> Iterator[Tree]:
         """Yield the worst trees that a power failure right before change `number` may leave.
 
-        None of the names that were not synced survives, all do, each alone does, each alone does not (every subset if
-        they are few); each with all, half, none or zeros of the data that was not synced.
+        Of the unsynced names, none survive, all do, each alone does, or all but one do (every subset if they are few).
+        Each case occurs with all, half, none or zeros of the unsynced data.
         """
         done = self.changes[:number]
         certain, unsure = _durable_names(self.before, done)

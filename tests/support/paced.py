@@ -1,12 +1,12 @@
 """Slow down the default loss, so that a run is still alive when a test disturbs it.
 
-It returns bit-identical values, so a run at any pace can be compared with one at full speed. Environment variables,
-read at every call, because an attempt may be forked from a process that has made one already:
+It returns bit-identical values, so a run at any pace can be compared with one at full speed. It reads these environment
+variables at every call, because an attempt may be forked from a process that has made one already:
 
-- HOLD_FILE: a file with a number (else 0). After so many steps an attempt idles, a few seconds per step, until the file
-  is removed or a signal asks it to stop: it then completes its step, saves and exits. A file NAME.reached beside it
-  shows that it idles. HELD_S: exactly so many seconds per step, whatever signals arrive. HELD_IN=evaluation: it idles
-  there instead of in training, after so many batches.
+- HOLD_FILE: a file with a number of steps (default 0). After that step an attempt idles, a few seconds per step, until
+  the file is removed or a signal requests a stop. It then completes its step, saves and exits. A file NAME.reached in
+  the same folder shows that it idles. HELD_S: exactly this many seconds per step, for any signals. HELD_IN=evaluation:
+  the attempt idles in the evaluation instead of in training, after this number of batches.
 - STEP_SLEEP_S, RESTARTED_SLEEP_S: additional seconds per step, the latter in a restarted job.
 - FSYNC_SLEEP_S, EVALUATION_SLEEP_S: additional seconds per fsync, until a signal arrives, and per batch of an
   evaluation, while HOLD_FILE exists.

@@ -17,7 +17,7 @@ from exactdata.order.arrays import I64
 class Plan:
     """A plan with one long document in rows 0 and 1, then several documents in each row.
 
-    It stands for `exactdata.documents.packed.PackedRows`.
+    It replaces `exactdata.documents.packed.PackedRows`.
     """
 
     def __init__(self, directory: Path, rows: int, sequence_length: int, seed: int) -> None:

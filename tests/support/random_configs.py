@@ -38,7 +38,7 @@ def fork_run(arguments: list[str], where: Path, kill_after_calls: int | None = N
     """Run `python -m runner ARGUMENTS` in `where`, in a fork of this process.
 
     Args:
-        arguments: as on the command line.
+        arguments: the arguments of the command.
         where: the current directory of the command.
         kill_after_calls: the command sends itself SIGKILL at this file-changing call, counted from 1.
     """

@@ -107,8 +107,8 @@ def train(script: Path, folder: Path, ranks: int, **settings: Any) -> Steps:
     When a rank fails or is killed, the others are ended.
 
     Args:
-        script: takes its settings as JSON in its first argument; see `tiny.py` beside the examples.
-        folder: of its checkpoints (`folder` in the settings) and of its log.
+        script: takes its settings as JSON in its first argument; see `tiny.py` next to the examples.
+        folder: folder of the checkpoints (`folder` in the settings) and the log.
         ranks: the number of processes.
         settings: the other settings, such as kill_before.
 

@@ -35,7 +35,7 @@ class Replicas:
 
     Args:
         script: logs a record of each step before its commit, and another one after it, as in_torchft.py does.
-        folder: of the logs and outputs.
+        folder: folder of the logs and outputs.
         count: number of replicas.
         options: further arguments of the script.
     """
