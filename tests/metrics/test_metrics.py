@@ -726,7 +726,7 @@ def test_mlflow_shows_a_branch_as_the_child_of_its_trunk(
     assert [m.value for m in branch["metrics"] if m.key == "best/eval_loss"] == [9 / 30, 9 / 40]
 
 
-def test_next_attempt_sends_what_a_kill_kept_from_a_logger(
+def test_next_attempt_sends_records_that_a_kill_kept_back(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Resume from a checkpoint that is newer than the last record that the library sent."""

@@ -244,7 +244,7 @@ def test_simulation_of_the_copy_plays_and_replays() -> None:
 
 
 @pytest.mark.slow
-def test_options_that_pytest_does_not_know_are_an_error(project: Path) -> None:
+def test_unknown_options_of_pytest_are_an_error(project: Path) -> None:
     """Fail, because otherwise no test would run and every change would live."""
     (project / "tests/conftest.py").unlink()
     with Copy(project) as copy, pytest.raises(RuntimeError, match=r"pytest did not run tests/rundir/test_lease\.py"):

@@ -44,7 +44,7 @@ def script(folder: Path, *arguments: str, text: str = SCRIPT) -> subprocess.Pope
 
 
 @pytest.mark.slow
-def test_a_script_trains_a_run_and_resumes_it(tmp_path: Path) -> None:
+def test_script_trains_a_run_and_resumes_it(tmp_path: Path) -> None:
     """Also check that the script keeps its random generators, signal handlers and threads."""
     settings = ["train.steps=12", "eval.every_steps=5", "checkpoint.every_steps=5"]
     for _ in range(2):  # the second time the run is finished

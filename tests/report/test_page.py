@@ -288,7 +288,7 @@ def test_a_fork_is_below_its_trunk_and_only_results_are_ranked(browser: Chromium
 
 
 @pytest.mark.slow
-def test_the_address_keeps_what_is_chosen(browser: Chromium, varied: Path) -> None:
+def test_address_keeps_the_choices(browser: Chromium, varied: Path) -> None:
     """Restore columns, panels, smoothing and two runs. Ignore an address that does not fit the page."""
     page = browser
     page.open(varied)
@@ -360,7 +360,7 @@ def test_the_keyboard_reaches_everything(browser: Chromium, varied: Path) -> Non
 
 
 @pytest.mark.slow
-def test_the_page_of_one_run(browser: Chromium, varied: Path, tmp_path: Path) -> None:
+def test_page_of_a_single_run(browser: Chromium, varied: Path, tmp_path: Path) -> None:
     """Check that it shows curves, images, config, code and attempts, and no comparisons."""
     run = next(iter(sorted(varied.parent.glob("sweep*"))))
     assert command_line(["report", str(run), "--html", str(tmp_path / "one.html")]) == 0

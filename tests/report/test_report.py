@@ -347,7 +347,7 @@ def test_a_page_of_nine_small_runs_is_small(tmp_path: Path, report: Report) -> N
 # ---- paths of runs
 
 
-def test_any_way_to_name_the_runs(sweep: Path, report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_can_be_named_in_any_way(sweep: Path, report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pass paths that are relative, absolute, linked or moved, of one run or two. Each run appears once."""
     every = [run["run"] for run in as_json(report, sweep)["runs"]]
     monkeypatch.chdir(sweep.parent)
@@ -431,7 +431,7 @@ def test_impossible_times_of_an_attempt_are_left_out(tmp_path: Path, report: Rep
     assert page_data(tmp_path / "outputs" / "report.html")["weeks"] == {}
 
 
-def test_a_run_under_way(tmp_path: Path, report: Report) -> None:
+def test_unfinished_run_is_reported(tmp_path: Path, report: Report) -> None:
     """Read a run with half a last line, no end, and no attempt yet."""
     run = write_run(tmp_path / "outputs" / "x", losses([3.0]), state="running")
     append(run / "metrics.jsonl", '{"step": 2, "eval_lo')

@@ -162,7 +162,7 @@ def test_thinning_keeps_the_extremes_the_ends_and_a_gap(column: list[float], poi
     assert np.isfinite(whole.values).all() == np.isfinite(thin.values).all()
 
 
-def test_thinning_keeps_a_peak_of_one_step_wherever_it_is() -> None:
+def test_thinning_keeps_a_peak_of_one_step() -> None:
     for at in range(0, 5000, 37):
         column = np.sin(np.arange(5000.0))
         column[at] = 9.0

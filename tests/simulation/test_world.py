@@ -253,7 +253,7 @@ def after_power_loss(work: Callable[[], None], seed: int) -> dict[str, bytes]:
     return left_by(lambda scenario: work(), seed, network=False, loses_power=True)
 
 
-def test_power_loss_keeps_what_was_synced() -> None:
+def test_power_loss_keeps_synced_data() -> None:
     def work() -> None:
         written(HOME / "kept", b"synced")
         files.fsync_dir(HOME)
