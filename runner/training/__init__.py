@@ -1,1 +1,1 @@
-"""One attempt at a run: built, restored, trained, recorded."""
+"""Train a run: one attempt builds the model, restores the newest checkpoint, trains, and records the result."""

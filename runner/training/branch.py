@@ -1,4 +1,4 @@
-"""The beginning of a branch: what it takes over from its trunk, and what it does differently from there on."""
+"""Begin a branch: copy the records and the checkpoint of its trunk, and find what the branch changes."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from runner.system import files
 
 
 def take_over(run: RunDir, trunk: RunDir, step: int, fence: Fence) -> None:
-    """Take the trunk's records up to `step`, and then its checkpoint, over into the directory of the branch.
+    """Copy the trunk's records up to `step`, then its checkpoint, into the directory of the branch.
 
-    It may be called again after a kill: the checkpoint comes last. Nothing to do once the branch has one.
+    The checkpoint is copied last, so that a kill before it leaves nothing half done: call this again. It does nothing
+    if the branch has a checkpoint.
 
     Args:
-        run: of the branch, with its guard.
-        trunk: of the trunk, of which nothing is changed.
-        step: of the fork.
-        fence: of the branch.
+        run: run directory of the branch, with its guard.
+        trunk: run directory of the trunk, which is only read.
+        step: step of the fork.
+        fence: fence of the branch.
 
     Raises:
         CheckpointError: the trunk has no valid checkpoint of that step.
         SupersededError: a newer attempt holds the lease of the branch.
-        OSError: the file system refused.
+        OSError: the file system failed.
     """
-    # Another machine may have trained the branch a moment ago: its records must not be replaced.
+    # Another machine may have just trained the branch. Its records must not be replaced.
     with suppress(FileNotFoundError):
         files.look_anew(run.checkpoints)
     if run.newest_step():
@@ -48,22 +49,22 @@ def take_over(run: RunDir, trunk: RunDir, step: int, fence: Fence) -> None:
 
 
 def trunk_of(config: Config) -> RunDir | None:
-    """The directory of the trunk; None if the run is no branch."""
+    """Return the run directory of the trunk, or None if the run is no branch."""
     return None if config.fork.run is None else find(config.fork.run, Path(config.run.dir or "."))
 
 
 def restarts_optimizers(config: Config, step: int) -> bool:
-    """Whether a branch begins at `step` that changes optimizers or schedules in another way than by a phase."""
+    """Check whether a branch that changes optimizers or schedules begins at `step`."""
     changed = any(key.startswith(("optimizer.", "optimizers.", "scheduler.")) for key in config.fork.was)
     return changed and config.fork.begins_at(step)
 
 
 @contextmanager
 def fitting(run: RunDir, config: Config) -> Iterator[None]:
-    """Report what the checkpoint of a trunk does not fit as an error in the command that begins the branch.
+    """Turn a mismatch with the trunk's checkpoint into an error about the command that begins the branch.
 
     Raises:
-        UserError: in place of a MismatchError.
+        UserError: the checkpoint does not fit; raised in place of MismatchError.
     """
     try:
         yield
@@ -71,7 +72,7 @@ def fitting(run: RunDir, config: Config) -> Iterator[None]:
         fork = config.fork
         if not fork.begins_at(newest_step(run)):
             raise
-        # Without its remedy, which is for a run of its own.
+        # Leave out the remedy, which does not apply to a branch.
         reason = re.split(r"; |: (?=restore|set|use)", str(error))[0]
         raise UserError(
             f"a branch of {fork.run} at step {fork.step} cannot change this: {reason}; leave it as "

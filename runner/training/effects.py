@@ -1,6 +1,6 @@
-"""Settings of a config that have no effect, and jobs that are bound to give the same results.
+"""Find settings of a config that have no effect, and jobs that would give the same results.
 
-Both are told before anything starts: a sweep over a setting without effect trains the same thing several times.
+Both are reported before anything starts. A sweep over a setting without effect would train the same run several times.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ UNITS = {WeightsBy.sizes: "samples", WeightsBy.tokens: "tokens"}
 
 
 def without_effect(config: Config) -> list[str]:
-    """Return a line for each setting of a checked config that changes nothing, with what to do instead.
+    """Return a line for each setting of a checked config that changes nothing, with a remedy.
 
-    While the data are not open, `sampler.weights_by=sizes` may come to any shares: nothing is said about those.
+    Before the data are open, the shares of `sampler.weights_by=sizes` are not known. Nothing is reported about them.
     """
     return [*mixing_without_effect(config), *_schedule(config), *_others(config)]
 
 
 def mixing_without_effect(config: Config) -> list[str]:
-    """Return the lines about weights and temperatures; see `without_effect`."""
+    """Return the lines about weights and temperatures. See `without_effect`."""
     if config.data.loader:
         return list(_beside_a_loader(config))
     if config.sampler.kind.value.is_own:
-        return []  # its class may make use of anything
+        return []  # a user's class may use any setting
     return [*_weights(config), *_temperatures(config)]
 
 
@@ -69,7 +69,7 @@ def _weights(config: Config) -> Iterator[str]:
 
 
 def _temperatures(config: Config) -> Iterator[str]:
-    """Lines for temperatures that leave the shares as they are."""
+    """Yield a line for each temperature that leaves the shares unchanged."""
     if not config.sampler.kind.value.mixes:
         return
     schedule, sources = phase_schedule(config), list(config.data.sources)
@@ -87,7 +87,7 @@ def _temperatures(config: Config) -> Iterator[str]:
 
 
 def _is_tempered(state: PhaseState) -> bool:
-    """Whether a temperature changes the shares, or may do so once the data are open."""
+    """Check whether a temperature changes the shares, or may change them once the data are open."""
     weights = [weight for weight in state.weights.values() if weight]
     return len(set(weights)) > 1 or (len(weights) > 1 and isinstance(weights[0], WeightsBy))
 
@@ -139,13 +139,13 @@ def _others(config: Config) -> Iterator[str]:
 
 
 def effective_digest(config: Config, plain: dict[str, Any]) -> str:
-    """Return a digest that is equal for configs that are bound to give bit-identical results on the same machine.
+    """Return a digest that is equal for configs that must give bit-identical results on one machine.
 
-    That are those of one identity, and those that differ in settings without effect or in how a value is written. Other
-    configs may happen to give the same results, too.
+    Such configs have the same identity, or differ only in settings without effect or in how a value is written. Configs
+    with different digests may still give the same results.
     """
     flat = identifying_values(plain)
-    # Whoever takes these gets them by interpolation, and so has them among its own options.
+    # Objects that use these values take them by interpolation, so their own options contain them.
     for key in ("data.sequence_length", "data.vocab_size"):
         flat.pop(key, None)
     if plain["optimizers"]:
@@ -176,7 +176,7 @@ def _warmup(config: Config) -> int | None:
 
 
 def _mixtures(config: Config) -> list[Any]:
-    """The shares and the factor of the learning rate from each step on, as far as they change."""
+    """Return [step, shares, learning-rate factor] for each step at which one of the two changes."""
     schedule, single = phase_schedule(config), len(config.data.sources) == 1
     last = config.known_steps
     starts = {0, *(phase.start_step for phase in config.phases.values())}
@@ -190,7 +190,7 @@ def _mixtures(config: Config) -> list[Any]:
             mixed = [[str(weight) for weight in weights], state.temperature]
         else:
             mixed = shares(weights, state.temperature)
-            if config.sampler.weights_by is WeightsBy.tokens:  # another mixture than shares of samples
+            if config.sampler.weights_by is WeightsBy.tokens:  # shares of tokens differ from shares of samples
                 mixed = [mixed, "tokens"]
         if not found or found[-1][1:] != [mixed, state.lr_scale]:
             found.append([step, mixed, state.lr_scale])
@@ -198,10 +198,10 @@ def _mixtures(config: Config) -> list[Any]:
 
 
 def same_results(jobs: Sequence[tuple[str, Config, dict[str, Any]]]) -> list[str]:
-    """Return a line for each job that is bound to give the same results as an earlier one.
+    """Return a line for each job that must give the same results as an earlier job.
 
     Args:
-        jobs: how to call each, its config, and the same as plain values.
+        jobs: for each job its label, its config, and the config as plain values.
     """
     first: dict[str, tuple[str, dict[str, Any]]] = {}
     lines = []

@@ -1,4 +1,4 @@
-"""The end of a run before its last step, which early stopping or a callback decides at a boundary between steps."""
+"""End a run before its last step, because early stopping or a callback asks for it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from runner.training.evaluation.evaluation import check_name
 
 @dataclass(frozen=True)
 class EarlyEnd:
-    """Why a run ends.
+    """The reason why a run ends before its last step.
 
     Attributes:
-        reason: for the user.
-        callback: the name of the callback that asked for it; None: early stopping.
-        options: a digest of the callback's node in the config.
+        reason: shown to the user.
+        callback: name of the callback that asked for the end; None for early stopping.
+        options: digest of the callback's options in the config.
     """
 
     reason: str
@@ -30,20 +30,20 @@ class EarlyEnd:
     options: str | None = None
 
     def to_json(self) -> dict[str, str]:
-        """Return the entry of the completion mark or of a checkpoint, without what is None."""
+        """Return the entry for the completion mark or a checkpoint, without fields that are None."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 @dataclass
 class Ending:
-    """Decides on rank 0, for all ranks.
+    """Decide on rank 0, for all ranks, whether the run ends.
 
     Args:
-        options: of early stopping.
-        nodes: of the callbacks in the config, by name.
-        callbacks: those of this attempt.
-        evaluations: the records so far; on rank 0.
-        saved: what a callback had asked for when the resumed checkpoint was saved; empty if none had.
+        options: settings of early stopping.
+        nodes: the config's callbacks by name.
+        callbacks: the callbacks of this attempt.
+        evaluations: the evaluation records so far, on rank 0.
+        saved: the end that a callback had asked for when the resumed checkpoint was saved; empty if none.
     """
 
     options: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
@@ -54,7 +54,7 @@ class Ending:
 
     def __post_init__(self) -> None:
         self._is_new, self._is_complete = True, False
-        # Unless the callback is gone, or has other options now. At this step it is not called again.
+        # The callback is not called again at this step. Drop its request if it was removed or has other options.
         self._asked = EarlyEnd(**self.saved) if self.saved else None
         if self._asked and self._asked.options != options_of(self.nodes.get(str(self._asked.callback))):
             self._asked = None
@@ -68,21 +68,21 @@ class Ending:
         return EarlyEnd(f"callbacks.{name}: {reason}", name, options_of(self.nodes[name]))
 
     def evaluated(self, record: dict[str, Any], complete: bool) -> None:
-        """Take the record of an evaluation; to be called on every rank.
+        """Add the record of an evaluation. Call this on every rank.
 
         Args:
-            record: on rank 0 with what callbacks have logged.
-            complete: whether every set was evaluated.
+            record: results of the evaluation; on rank 0 with the values that callbacks logged.
+            complete: True if every set was evaluated.
         """
         if self.options.is_set:
             self.evaluations.append(record)
         self._is_new, self._is_complete = True, complete
 
     def decide(self, step: int, world: World) -> EarlyEnd | None:
-        """Return why the run ends at `step`, the same on every rank; None if it does not.
+        """Return why the run ends at `step`, the same on every rank, or None if it continues.
 
         Raises:
-            UserError: an evaluation does not have the metric of early stopping.
+            UserError: an evaluation lacks the metric of early stopping.
         """
         found: EarlyEnd | None = None
         if self.options.is_set and self._is_new:

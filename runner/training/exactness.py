@@ -1,4 +1,4 @@
-"""What makes a run repeat bit for bit, as far as torch can, and what is known not to."""
+"""Make a run repeat bit for bit, as far as torch can, and report what prevents it."""
 
 from __future__ import annotations
 
@@ -14,60 +14,60 @@ from runner.training.records.run_state import RunState
 
 
 def begin_exactly(config: Config, world: World) -> torch.device:
-    """Choose the device, torch's algorithms and threads, and seed the generators; returns the device.
+    """Choose the device, torch's algorithms and threads; seed the generators. Return the device.
 
-    To be called before this process computes anything in several threads, or on a GPU. A dataset or a task may draw
-    when it is created.
+    Call this before the process computes anything in several threads or on a GPU, and before it creates a dataset or a
+    task, which may draw random numbers.
 
     Raises:
         UserError: there is no such device.
     """
     device = choose_device(config.train.device, world)
     make_exact(config, device)
-    torch.set_num_threads(config.run.threads)  # their number decides how sums are split
+    torch.set_num_threads(config.run.threads)  # the number of threads decides how sums are split
     seed_everything(config.seed)
     return device
 
 
 def make_exact(config: Config, device: torch.device) -> None:
-    """Choose torch's algorithms for `config`; before this process computes anything in several threads, or on a GPU.
+    """Choose torch's algorithms for `config`. Call it before this process uses several threads or a GPU.
 
-    On a CPU, torch.compile adds from several threads at once (in the backward pass of an embedding, for example), in an
-    order that differs from run to run. Eager operations have an order, and it calls those instead where torch asks for
-    deterministic algorithms: a few percent slower.
+    On a CPU, compiled code adds from several threads at once, in an order that differs from run to run (for example in
+    the backward pass of an embedding). Eager operations add in a fixed order. If torch asks for deterministic
+    algorithms, compiled code calls the eager operations, and is a few percent slower.
     """
     _choose_vector_kernels()
     compiled_on_cpu = config.train.compile and device.type == "cpu"
     if not (config.train.deterministic or compiled_on_cpu):
         return
-    # Without train.deterministic, an operation that has no deterministic algorithm is reported by torch, and used.
+    # Without train.deterministic, torch only warns of an operation that has no deterministic algorithm, and uses it.
     torch.use_deterministic_algorithms(True, warn_only=not config.train.deterministic)
     options: Any = torch.utils.deterministic  # not typed
     options.fill_uninitialized_memory = False  # for debugging, and slow
     if device.type == "cuda":
-        # cuBLAS adds in a fixed order only with workspaces of fixed sizes, and torch refuses to compute without them.
+        # cuBLAS adds in a fixed order only with workspaces of fixed sizes. Torch refuses to compute without them.
         processes.environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def _choose_vector_kernels() -> None:
-    """Let MKL's vector functions (square roots, exponentials) find out the CPU, in this thread alone.
+    """Let MKL's vector functions (square roots, exponentials) detect the CPU in a single thread.
 
-    They do so in the first call in a process. MKL 2024.2 stores its answer twice, first a raw code and then the one
-    that selects the kernels: a thread that reads between the two computes its part of the tensor with the kernels of
-    another CPU, right to 12 bits only. The first such call of a training is usually the optimizer's square root, split
-    over all threads; without this, one process in thirty to a hundred began with a wrong update.
+    MKL detects the CPU at the first call in a process. MKL 2024.2 stores its answer twice, first a raw code and then
+    the code that selects the kernels. A thread that reads between the two uses the kernels of another CPU, right to 12
+    bits only. The first such call in training is usually the optimizer's square root, split over all threads: one
+    process in thirty to a hundred began with a wrong update.
     """
     torch.ones(1).sqrt()  # too small to be split
 
 
 def inexact(config: Config, device: torch.device, now: RunState, before: RunState | None) -> list[str]:
-    """Why this run may not repeat bit for bit, one line each with the remedy; empty if nothing is known.
+    """Return known reasons why this run may not repeat bit for bit, one line each with a remedy.
 
     Args:
-        config: that of the run.
-        device: that of this rank.
-        now: of this attempt.
-        before: of the checkpoint that it resumes; None: the run begins.
+        config: the config of the run.
+        device: the device of this rank.
+        now: the state of this attempt.
+        before: the state in the resumed checkpoint; None if the run begins.
     """
     found = []
     if device.type == "cuda" and not config.train.deterministic:

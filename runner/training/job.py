@@ -1,4 +1,4 @@
-"""A process that somebody started by hand, as the job of an attempt (`runner.contracts.Job`)."""
+"""Describe a process started by hand as the job of an attempt (`runner.contracts.Job`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from runner.system import processes
 
 
 class LocalJob:
-    """A process on this machine; nothing requeues it but rerunning the command."""
+    """A process on this machine. Only rerunning the command continues its run."""
 
     auto_restarts = False
     max_timeouts: int | None = None
@@ -31,13 +31,13 @@ class LocalJob:
         return "killed"
 
     def on_started(self) -> None:
-        """Nobody else counts attempts."""
+        """Do nothing: no scheduler counts attempts."""
 
     def yield_verdict(self, reason: str | None = None) -> bool:
-        return False  # nobody waits for a verdict
+        return False  # no other process waits for a verdict
 
     def record_verdict(self) -> None:
-        """Nobody waits for a verdict."""
+        """Do nothing: no other process waits for a verdict."""
 
     def requeue_if_needed(self, cause: str) -> str:
         return cause  # the exit status reports that rerunning the command continues the run

@@ -1,4 +1,4 @@
-"""`runner.load`: the model of a run as one of its checkpoints has it, in one line."""
+"""Load the model of a run from one of its checkpoints: `runner.load`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model of a run.
+    """A run's model with the weights of a checkpoint.
 
     Attributes:
-        model: in evaluation mode, on the device that was asked for.
-        config: what the run trains by.
-        step: completed steps of the checkpoint.
-        averaged: whether these are the averaged weights (`train.ema_decay`).
+        model: in evaluation mode, on the requested device.
+        config: the config of the run.
+        step: step of the checkpoint.
+        averaged: True if the weights are the averaged ones (`train.ema_decay`).
         run: the run directory.
     """
 
@@ -60,7 +60,7 @@ class Loaded:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        """So that `model, config, step = runner.load(...)` works, too."""
+        """Iterate over model, config and step, for `model, config, step = runner.load(...)`."""
         return iter((self.model, self.config, self.step))
 
 
@@ -71,16 +71,16 @@ def _skipped(bad: Candidate, why: str) -> None:
 def load(
     run: str | os.PathLike[str], step: int | str | None = None, device: str | torch.device = "cpu", *, raw: bool = False
 ) -> Loaded:
-    """The model of a run, with the weights of a checkpoint that was verified.
+    """Load the model of a run, with the weights of a verified checkpoint.
 
-    Nothing is executed but the code that the run's frozen config names, and nothing of the run is changed. The random
-    generators of this process are as before.
+    Only the code that the run's frozen config names is executed. The run is not changed, and neither are the random
+    generators of this process.
 
     Args:
         run: a run directory.
-        step: of the checkpoint, or `"best"`, or `"last"`, the default.
-        device: where the model is put.
-        raw: the weights themselves, where the run has an average of them.
+        step: step of the checkpoint, `"best"`, or `"last"` (the default).
+        device: device for the model.
+        raw: load the trained weights even if the run has averaged weights.
 
     Raises:
         UserError: there is no such run or checkpoint, or the model cannot be created.
@@ -103,10 +103,10 @@ def load(
 
 
 def restore(model: nn.Module, chosen: Intact, raw: bool = False) -> bool:
-    """Fill a model that is not wrapped with the weights of a verified checkpoint; whether they are averaged.
+    """Fill an unwrapped model with the weights of a verified checkpoint; return True if they are averaged.
 
     Raises:
-        CheckpointError: it does not fit.
+        CheckpointError: the checkpoint does not fit the model.
     """
     where = str(chosen.path)
     with refusing_corruption(chosen.path), CheckpointReader(chosen.at, chosen.manifest) as opened:
@@ -125,10 +125,10 @@ def restore(model: nn.Module, chosen: Intact, raw: bool = False) -> bool:
 
 
 def train_state(chosen: Intact) -> dict[str, Any]:
-    """The train state of a checkpoint that was verified when it was chosen.
+    """Return the train state of a checkpoint that was verified when it was chosen.
 
     Raises:
-        CheckpointError: it has changed since, or contains something that does not belong in a checkpoint.
+        CheckpointError: the checkpoint has changed since, or contains an object that does not belong in a checkpoint.
     """
     with refusing_corruption(chosen.path):
         return load_train_state(chosen.at, chosen.manifest)

@@ -1,8 +1,8 @@
-"""AdamW that starts fast: the optimizer that configs name by `runner.training.optim.AdamW`.
+"""Provide an AdamW that starts fast; configs name it `runner.training.optim.AdamW`.
 
-`torch.optim.Optimizer` wraps its methods so that torch.compile does not trace them, and the wrappers import
-`torch._dynamo` when first called: most of a second at every start, even in a run that compiles nothing. This class
-calls the same methods without the wrappers, unless something else has imported `torch._dynamo`.
+`torch.optim.Optimizer` wraps its methods so that torch.compile does not trace them. The wrappers import `torch._dynamo`
+at their first call, which takes most of a second at every start, even in a run that compiles nothing. This class calls
+the same methods without the wrappers, unless `torch._dynamo` is already imported.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 
 
 def _direct(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The method behind torch's wrappers; the method itself in a version of torch that has none."""
+    """Return the method behind torch's wrappers, or the method itself in a version of torch without wrappers."""
     return cast(Callable[..., Any], inspect.unwrap(function))
 
 
 def _compiling() -> bool:
-    """Whether torch.compile is (or may be) in use: then the wrappers are needed, and their import has happened."""
+    """Check whether torch.compile may be in use: it needs the wrappers, and has paid for their import."""
     return "torch._dynamo" in sys.modules
 
 
@@ -34,9 +34,9 @@ _step = _direct(torch.optim.AdamW.step)
 
 
 class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW`, bit for bit and with the same state, that does not import `torch._dynamo`.
+    """`torch.optim.AdamW` without the import of `torch._dynamo`; bit for bit the same, with the same state.
 
-    Takes the same arguments. With torch.compile it is torch's own optimizer in every respect.
+    It takes the same arguments. With torch.compile it calls torch's own methods.
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -68,7 +68,8 @@ class AdamW(torch.optim.AdamW):
 
 
 def _without_profiler(step: Callable[..., Any]) -> Callable[..., Any]:
-    # Creating torch's AdamW wraps the class's step in the profiler's hook; the step of this AdamW is wrapped as well.
+    # Creating torch's AdamW wraps the step of the class in the profiler's hook. The step of this AdamW has its own
+    # hook.
     return cast(Any, step).__wrapped__ if getattr(step, "hooked", False) else step
 
 

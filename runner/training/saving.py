@@ -1,4 +1,4 @@
-"""How an attempt saves: its checkpoints, when they are due, and whether it still may."""
+"""Create the objects with which an attempt saves: checkpoint manager, cadence, and the check of its lease."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def make_manager(config: Config, run: RunDir, lease: Lease | None, fingerprint: dict[str, Any]) -> TrainStateManager:
-    """Make what saves and loads the checkpoints of a run, behind the fence of its lease."""
+    """Create the manager that saves and loads a run's checkpoints, behind the fence of its lease."""
     options = config.checkpoint
     return TrainStateManager(
         run.checkpoints,
@@ -41,7 +41,7 @@ def make_manager(config: Config, run: RunDir, lease: Lease | None, fingerprint: 
 
 
 def make_cadence(config: Config, log: AttemptLog | None, step: int, epochs: EpochSteps) -> Cadence:
-    """Make what decides when saves are due from `step` on; an adaptive cadence learns from earlier attempts."""
+    """Create the cadence of saves from `step` on. An adaptive cadence learns from earlier attempts."""
     options = config.checkpoint
     adaptive = None
     if options.adaptive:
@@ -62,9 +62,9 @@ def make_cadence(config: Config, log: AttemptLog | None, step: int, epochs: Epoc
 
 
 def fence_check(lease: Lease | None) -> Callable[[], None]:
-    """Return a check that notices soon, at next to no cost, that a newer attempt holds the lease.
+    """Return a check that notices within about a second that a newer attempt holds the lease.
 
-    Every commit asks anyway.
+    It costs next to nothing per call. Every commit checks the lease as well.
     """
     last = clock.monotonic()
 
@@ -73,17 +73,17 @@ def fence_check(lease: Lease | None) -> Callable[[], None]:
         now = clock.monotonic()
         if lease is not None and now - last >= LEASE_CHECK_S:
             last = now
-            with suppress(OSError):  # looked at again a second later, and by every write
+            with suppress(OSError):  # checked again a second later, and at every write
                 lease.check_fence()
 
     return check
 
 
 def check_beginning(config: Config, run: RunDir, log: AttemptLog | None) -> None:
-    """Warn if a run starts again because its checkpoints were all removed.
+    """Warn if a run starts again at step 0 because all its checkpoints were removed.
 
     Raises:
-        UserError: a branch, which begins with a checkpoint of its trunk: the command takes that over.
+        UserError: the run is a branch. Only its command can copy the checkpoint of its trunk again.
     """
     if config.fork.run is not None:
         raise UserError(

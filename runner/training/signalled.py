@@ -1,7 +1,7 @@
-"""A failure that the stop itself has brought about: the signal reached a child process of this one, such as a compiler.
+"""Recognize a failure caused by the stop signal, which also reached a child process such as a compiler.
 
-A scheduler, a terminal and `kill -- -PGID` signal every process of a group. This one completes its step; a `g++` that
-torch.compile has started is ended, and the compilation fails. That is no crash.
+A scheduler, a terminal and `kill -- -PGID` signal every process of a group. This process completes its step, but a
+`g++` that torch.compile has started ends, and the compilation fails. That is no crash.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from runner.errors import UserError
 from runner.system.signals import STOP
 
 COMPILERS = ("torch._inductor", "torch._dynamo", "triton")
-"""Packages whose errors are those of a compilation: with what message a child's end comes up differs."""
+"""Packages that raise the errors of a compilation. The message differs from case to case when a child has ended."""
 STOPS = (subprocess.CalledProcessError, BrokenExecutor, StoppedError)
 
 
 def is_stop(error: BaseException) -> bool:
-    """Whether `error` arose from compilers or other child processes while this process was asked to stop."""
+    """Check whether `error` came from a child process, such as a compiler, while this process was asked to stop."""
     return bool(STOP) and not isinstance(error, UserError) and any(map(_is_of_child, _chain(error)))
 
 
 def line(error: BaseException) -> str:
-    """What to tell about an `error` that `is_stop`."""
+    """Describe an `error` for which `is_stop` is true, in one line."""
     found = next(filter(_is_of_child, _chain(error)))
     if isinstance(found, StoppedError):
         return f"{STOP.name}: {found}"
@@ -40,7 +40,7 @@ def _is_of_child(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those that it was raised from, or while they were handled."""
+    """Yield an error, the error that caused it or was being handled, and so on."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
