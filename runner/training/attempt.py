@@ -1,7 +1,7 @@
-"""One attempt at a run: acquire the lease, open the session, train, record how it ended.
+"""Make one attempt at a run: acquire the lease, open the session, train, record how it ended.
 
-`python -m runner.training.attempt RUN_DIR` makes an attempt at an existing run; the launchers call `attempt`. Torch is
-imported only once it is clear that there is something to train.
+`python -m runner.training.attempt RUN_DIR` makes an attempt at an existing run. The launchers call `attempt`. Torch is
+imported only once it is clear that there are steps to train.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ if TYPE_CHECKING:
     from runner.training.session import Session
 
 
-# Causes of the ends that a budget brings about; any other error of the user: failed.
+# Causes of an attempt's end by type of error. Any other UserError: failed.
 CAUSES = {CrashLoopError: "crash loop", TimeoutsError: TIMEOUTS, DivergedError: DIVERGED, UnsavedError: UNSAVED}
 
 
 @dataclass(frozen=True)
 class Pause:
-    """What a search wants of an attempt.
+    """Options of a search for an attempt.
 
     Attributes:
-        step: at which it ends; None: at the end of the run.
-        keep: how many checkpoints the run keeps until it goes on; None: as its config says.
-        metric: the result by which the search decides; checked before the first step if evaluations give it.
+        step: step at which the attempt ends; None for the end of the run.
+        keep: number of checkpoints to keep until the run resumes; None for the number in its config.
+        metric: the result by which the search decides. If evaluations compute it, it is checked before the first step.
     """
 
     step: int | None = None
@@ -90,15 +90,15 @@ class Pause:
 def attempt(
     run_dir: str | os.PathLike[str], job: Job | None = None, lease: Lease | None = None, pause: Pause | None = None
 ) -> int:
-    """Resume the run in `run_dir` until it is finished or asked to stop; the exit status.
+    """Resume the run in `run_dir` until it is finished or asked to stop; return the exit status.
 
-    Errors are printed and recorded, not raised: the status says which kind it was (`ExitStatus`).
+    Errors are printed and recorded, not raised. The status reports their kind (`ExitStatus`).
 
     Args:
         run_dir: a run directory with a frozen config.
-        job: the job that this process runs in; None: a process started by hand.
-        lease: that of the run directory if the caller holds it; released at the end.
-        pause: what a search wants: to end at a step, with an evaluation; None: the end of the run.
+        job: the job that this process runs in; None for a process started by hand.
+        lease: lease of the run directory if the caller holds it; released at the end.
+        pause: options of a search, such as the step at which to end with an evaluation; None for the end of the run.
     """
     STOP.install()
     job, run = job or LocalJob(), RunDir(Path(run_dir).absolute())
@@ -106,13 +106,16 @@ def attempt(
 
 
 def carry_out(run_dir: Path, job: Job, make: Callable[[World], ExitStatus]) -> int:
-    """The exit status of what `make` does on this rank of a job; errors are printed. Signals are handled already."""
+    """Call `make` on this rank of a job and return its exit status. Errors are printed.
+
+    Install the signal handlers before calling this.
+    """
     interrupts.requested = lambda: bool(STOP)
     if job.early_signal is not None and STOP.signum is None:
         STOP.signum = job.early_signal
     status = _status_of(run_dir, job, make)
-    job.record_verdict()  # now: leaving the ranks may end this process
-    leave_ranks(status)  # here, where nothing refers to the model any more
+    job.record_verdict()  # before leaving the ranks, which may end this process
+    leave_ranks(status)  # here, where no object refers to the model any more
     return status
 
 
@@ -133,7 +136,7 @@ def _status_of(run_dir: Path, job: Job, make: Callable[[World], ExitStatus]) -> 
         where = f" {error.filename}" if error.filename else ""
         print_error(f"error: {error.strerror or error}:{where} (run directory {run_dir})")
         return int(ExitStatus.FAILED)
-    except Exception as error:  # noqa: BLE001 a bug, before or after the attempt was in the attempt log
+    except Exception as error:  # noqa: BLE001 a bug before the attempt log opens or after it closes
         _print_traceback(error)
         return int(ExitStatus.FAILED)
 
@@ -152,10 +155,10 @@ def _attempt(run: RunDir, job: Job, world: World, held: Lease | None, pause: Pau
 
 @contextmanager
 def beginning(job: Job) -> Iterator[None]:
-    """Around what precedes the entry in the attempt log: a full disk there, or a module that cannot be imported from
-    it, decides nothing, since it may pass.
+    """Yield the job's verdict if the block, which precedes the entry in the attempt log, fails for a passing reason.
 
-    Nothing can be recorded in the run directory then. The job is requeued within its budget of failed starts.
+    A full disk, or a module that cannot be imported from it, may work again later. Such a failure cannot be recorded in
+    the run directory. The job is requeued within its budget of failed starts.
     """
     try:
         yield
@@ -165,9 +168,9 @@ def beginning(job: Job) -> Iterator[None]:
 
 
 def _yield_if_passing(job: Job, error: UserError | OSError | ImportError) -> bool:
-    """Yield the verdict if the cause of `error` is a file system that may work again; whether the job is restarted.
+    """Yield the verdict if a file system that may work again caused `error`; return whether the job restarts.
 
-    The environment may be on such a one, too: what cannot be imported now may be at the next start.
+    The Python environment may be on such a file system, too. An import that fails now may succeed at the next start.
     """
     if isinstance(error, ImportError):
         return job.yield_verdict(f"{type(error).__name__}: {error}")
@@ -181,7 +184,10 @@ def _yield_if_passing(job: Job, error: UserError | OSError | ImportError) -> boo
 def _leased(
     run: RunDir, job: Job, world: World, config: Config, held: Lease | None
 ) -> AbstractContextManager[Lease | None]:
-    """The lease of the run directory on rank 0, nothing on the others; released at the end if it was acquired here."""
+    """Return the lease of the run directory on rank 0, and an empty context on the other ranks.
+
+    A lease that is acquired here is released at the end of the context.
+    """
     lease = held
 
     def acquire() -> None:
@@ -200,7 +206,7 @@ def _leased(
 
 @dataclass
 class _Attempt:
-    """An attempt under its lease; `lease` and `log` are on rank 0 only."""
+    """One attempt under its lease. Only rank 0 has `lease` and `log`."""
 
     run: RunDir
     job: Job
@@ -211,10 +217,10 @@ class _Attempt:
     log: AttemptLog | None = None
     session: Session | None = None
     requeued: bool = False
-    """Whether the session could not be opened for a reason that may pass, and the job is restarted."""
+    """True if the session could not be opened for a reason that may pass, and the job restarts."""
 
     def __post_init__(self) -> None:
-        self._ends = threading.Lock()  # held by the watch that ends this process
+        self._ends = threading.Lock()  # held by the watch thread that ends this process
         self.account = TimeAccount(self.job.began())
         train, checkpoint = self.config.train, self.config.checkpoint
         if self.pause is not None and self.pause.keep is not None:
@@ -245,7 +251,7 @@ class _Attempt:
             self.watch.stop()
 
     def _join_ranks(self) -> None:
-        """Join the process group (nothing to do with one rank).
+        """Join the process group, if there are several ranks.
 
         Raises:
             PeerError: another rank did not join, or does not answer.
@@ -261,7 +267,7 @@ class _Attempt:
             raise PeerError(self.watch.silent() or self.watch.absent() or str(error)) from error
 
     def _make(self) -> ExitStatus:
-        """Train, and record how it ended, whatever happens."""
+        """Train, and record how the attempt ended, also after an error."""
         with beginning(self.job):
             finished = self.world.run_on_main(self._begin)
         if finished:
@@ -271,7 +277,7 @@ class _Attempt:
                 with words_of_config():
                     return self._train()
             finally:
-                self.watch.stop()  # from here on this thread decides how the attempt ends
+                self.watch.stop()  # from here on, this thread decides how the attempt ends
         except SupersededError:
             raise  # the records belong to the newer attempt
         except PeerError as error:
@@ -287,10 +293,10 @@ class _Attempt:
             self._tell_ranks(error, str(error))
             self._end(CAUSES.get(type(error), "failed"), ExitStatus(error.status), str(error), self.requeued)
             raise
-        except Exception as error:  # noqa: BLE001 a bug in a user's model, say
+        except Exception as error:  # noqa: BLE001 for example a bug in a user's model
             with suppress(OSError):
                 if self.lease:
-                    self.lease.check_fence()  # then its cause is that a newer attempt has swept this one's files
+                    self.lease.check_fence()  # if superseded: the newer attempt has deleted this attempt's files
             if signalled.is_stop(error):
                 print_error(f"warning: {signalled.line(error)}")
                 report_stop(self.world)
@@ -303,18 +309,18 @@ class _Attempt:
             return ExitStatus.FAILED
 
     def _tell_ranks(self, error: Exception, reason: str) -> None:
-        """Let the other ranks know that this one decides how the job ends, if it does."""
+        """Report the failure to the other ranks if this rank decides how the job ends."""
         everywhere = isinstance(error, UserError) and error.everywhere
         if not everywhere and not self.requeued:
             report_failure(self.world, reason)
 
     def _begin(self) -> bool:
-        """Open the attempt log, unless the run is finished already; whether it is."""
+        """Open the attempt log; return True if the run is finished already."""
         steps, finish = self.config.known_steps, Finish.of(self.run)
         if has_finished(self.run, self.config, finish):
             done = finish.steps
             if self.lease:
-                self.lease.check_fence()  # after the look: a newer attempt may have finished the run
+                self.lease.check_fence()  # after has_finished: a newer attempt may have finished the run
             self.job.on_started()
             what = f"ended early at step {done}" if finish.early else f"has all its {done} steps"
             _print(f"finished: {self.run.path} {what}")
@@ -323,7 +329,7 @@ class _Attempt:
             return True
         if finish.early is not None:
             self.run.check_guard()
-            files.remove(self.run.finished)  # its settings no longer end it there
+            files.remove(self.run.finished)  # with its present settings, the run does not end early
         identity = {**self.job.identity(), "ranks": self.world.size}
         left = self.lease.carried() if self.lease else {}
         log = AttemptLog.begin(self.run, identity, steps, self.job.cause_of_loss, self.account, left)
@@ -346,11 +352,11 @@ class _Attempt:
             log.note(**self.job.waited())
 
     def _compare_code(self, log: AttemptLog) -> None:
-        """Report and record changes of the code since the run was submitted; record those that the command told of."""
+        """Report and record code changes since the submission. Also record changes that the command reported."""
         try:
             changes = code_changes(self.run.path)
             told = changes_at_start(self.run.path, log.earlier[-1].get("started") or 0) if log.earlier else []
-        except OSError as error:  # a warning less: nothing depends on it
+        except OSError as error:  # nothing depends on this warning
             print_error(f"warning: the code cannot be compared with that of the submission: {error}")
             return
         if told or changes:
@@ -363,9 +369,9 @@ class _Attempt:
         if job.auto_restarts:
             world.run_on_main(lambda: log.check_budgets(job.max_timeouts) if log else None)
             if log:
-                # At once, and not after the save: the job may be killed before that is done.
-                STOP.listen(self._note_cause, later=job.cause)  # later ones may leave less time
-        if any(world.gather(bool(STOP))):  # no time to build what would not be used
+                # Record the cause at once, because the job may be killed before the save is done.
+                STOP.listen(self._note_cause, later=job.cause)  # later signals may leave less time
+        if any(world.gather(bool(STOP))):  # no time to build a session that would not be used
             return self._interrupt(self._saved() or 0)
         self.session = session = self._open_session()
         self.watch.show_open()
@@ -379,7 +385,7 @@ class _Attempt:
             _print(f"paused at step {session.step} of {session.steps}")
             return ExitStatus.FINISHED
         if finished:
-            STOP.wait_for_listener()  # a signal at the last moment changes nothing any more
+            STOP.wait_for_listener()  # a signal at the last moment has no effect
             if world.is_main:
                 self._record_finish()
             return ExitStatus.FINISHED
@@ -397,7 +403,7 @@ class _Attempt:
             from runner.training.session import Session
 
             return Session.open(self.run, self.config, self.world, self.log, self.lease)
-        except (UserError, OSError, ImportError) as error:  # a disk that has room for the attempt log may have no more
+        except (UserError, OSError, ImportError) as error:  # the disk may have filled since the attempt log was opened
             self.requeued = _yield_if_passing(self.job, error)
             raise
 
@@ -407,17 +413,17 @@ class _Attempt:
             self.log.note(cause=self.job.cause(signum))
 
     def _record_finish(self) -> None:
-        """Write the completion mark last of all.
+        """Record the end of the run. The completion mark is written last.
 
         Raises:
-            FileError: the disk refuses it, again and again, or has refused metrics.
+            FileError: the mark cannot be written after several tries, or metrics were lost.
         """
         assert self.log is not None
         assert self.session is not None
         self.watch.stop()
         if self.log.lost_records:
             raise FileError(self.log.lost_records)
-        # More than train.steps where that was lowered below what the run had reached.
+        # More than train.steps if you have lowered train.steps below the step that the run had reached.
         steps, epochs, guard = self.session.step, self.config.train.epochs, self.run.guard
         early = self.session.early_end
         mark: dict[str, Any] = {"steps": steps}
@@ -425,7 +431,7 @@ class _Attempt:
             mark |= {EARLY: early.to_json()}
         elif epochs is not None:
             mark |= {"epochs": epochs}
-        # The last save may have got its name although the disk refused to sync that.
+        # The last save may have been renamed without a successful sync of its directory.
         insist(lambda: files.fsync_dir(self.run.checkpoints), self.run.checkpoints)
         self.log.end("finished", 0, early.reason if early else None)
         try:
@@ -433,8 +439,8 @@ class _Attempt:
         except FileError as error:
             if not self._is_marked(mark):
                 raise
-            # Only the sync of its name failed. Whoever looks finds the run finished and does not start it again, so
-            # its records must not say for ever that it failed. If a power loss takes the mark, a rerun writes it.
+            # Only the sync of the directory failed. Other processes see a finished run and do not start it again, so
+            # its records must not report a failure. If a power loss removes the mark, a rerun writes it again.
             message = f"{self.run.finished} may be lost at a power failure ({error.__cause__})"
             print_error(f"warning: {message}")
             self.log.warn(message)
@@ -444,22 +450,22 @@ class _Attempt:
         _print(f"{what} results in {self.run.path}")
 
     def _is_marked(self, mark: dict[str, Any]) -> bool:
-        """Whether the completion mark has its name and is this one."""
+        """Check whether the completion mark exists with this content."""
         try:
             return bool(insist(lambda: files.read_object(self.run.finished), self.run.finished) == mark)
         except FileError:
             return False
 
     def _interrupt(self, step: int) -> ExitStatus:
-        """After a signal and the save at `step`: record the cause and requeue the job if needed."""
+        """Record the cause of the signal after the save at `step`, and requeue the job if needed."""
         if not self.world.is_main:
             self.job.yield_verdict()
         return self.world.run_on_main(lambda: self._record_interrupt(step))
 
     def _break_off(self) -> ExitStatus:
-        """After a signal in a step that cannot be completed: as after any other, with what was saved before.
+        """End after a signal in a step that cannot be completed, with the state that was saved before.
 
-        Ranks may be anywhere in that step, so they exchange nothing more. Each leaves by itself.
+        Ranks may be anywhere in that step, so they exchange nothing more. Each rank exits on its own.
         """
         if not self.world.is_main:
             self.job.yield_verdict()
@@ -473,7 +479,7 @@ class _Attempt:
         STOP.wait_for_listener()
         cause = log.record.get("cause") or job.cause(STOP.signum or 0)
         if cause == TIME_LIMIT:
-            with suppress(FileError):  # the disk does not tell: the next start of the job looks again
+            with suppress(FileError):  # unreadable disk: the next start of the job checks again
                 log.check_timeouts(job.max_timeouts)
         log.announce_end(cause)
         cause = job.requeue_if_needed(cause)
@@ -490,7 +496,7 @@ class _Attempt:
         return ExitStatus.INTERRUPTED
 
     def _saved(self) -> int | None:
-        """The step of the newest checkpoint, 0 if there is none; None if the disk refuses to tell, again and again."""
+        """Return the step of the newest checkpoint, 0 without one, or None if the disk fails again and again."""
         try:
             return insist(self.run.newest_step, self.run.checkpoints)
         except FileError:
@@ -499,11 +505,12 @@ class _Attempt:
     def _end_from_watch(
         self, reason: str, cause: str = "crash", stacks: Mapping[int, str] = MappingProxyType({})
     ) -> None:
-        """A rank hangs: close the records and end this process, whose main thread may be blocked for ever.
+        """Close the records of an attempt whose rank hangs, and end this process.
 
-        Called in the watching thread. For the job it is the same as a rank that was lost.
+        The watching thread calls this, because the main thread may be blocked for ever. For the job, the result is the
+        same as after a lost rank.
         """
-        self._ends.acquire()  # if another watch has it, that ends this process
+        self._ends.acquire()  # if another watch thread holds it, that thread ends this process
         status = ExitStatus.FAILED
         try:
             with suppress(OSError):
@@ -516,7 +523,7 @@ class _Attempt:
             requeued = self.job.yield_verdict()
             try:
                 self._write_stacks(stacks)
-                self._end(cause, status, reason, requeued)  # first: a logger may hang as well
+                self._end(cause, status, reason, requeued)  # before the recorder is closed: a logger may hang as well
                 if self.session:
                     self.session.recorder.close()
             except SupersededError as error:  # the records belong to the newer attempt
@@ -528,7 +535,7 @@ class _Attempt:
             processes.end_now(int(status))
 
     def _write_stacks(self, stacks: Mapping[int, str]) -> None:
-        """What was found of a hang, where its reason says; if the disk refuses, into the output."""
+        """Write the stacks of hanging ranks to the files that the reason names, or print them if that fails."""
         for rank, text in stacks.items():
             assert self.log is not None
             path = self.run.stacks(self.log.record["attempt"], rank)
@@ -539,13 +546,13 @@ class _Attempt:
                 print_error(f"warning: {path} cannot be written ({error.strerror or error}):\n{text}")
 
     def _end(self, cause: str, status: ExitStatus, reason: str | None = None, requeued: bool = False) -> None:
-        """Record the end of the attempt. `requeued`: although it failed, its job is restarted."""
+        """Record the end of the attempt. `requeued` marks a failed attempt whose job restarts."""
         if self.log:
             try:
                 self.log.end(cause, int(status), reason)
                 if requeued:
                     self.log.update(state="requeued", force=True)
-            except (OSError, FileError) as error:  # a full disk must not hide the reason of the end
+            except (OSError, FileError) as error:  # a full disk must not hide why the attempt ended
                 print_error(f"warning: the end of this attempt could not be recorded: {error}")
 
 
@@ -565,7 +572,7 @@ def _print_traceback(error: Exception) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """`python -m runner.training.attempt RUN_DIR`; a search adds what it wants, see `Pause`."""
+    """Make an attempt from the command line; a search passes the options of `Pause`."""
     STOP.quiet = processes.end_with_parent()
     outlive_terminal()
     parser = argparse.ArgumentParser(prog="runner.training.attempt")

@@ -1,4 +1,4 @@
-"""Evaluations of checkpoints that a run has saved, by its settings or others: each once, also while it trains."""
+"""Evaluate checkpoints that a run has saved, once each, also while the run trains."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ Say = Callable[[str], None]
 
 
 class Evaluator:
-    """Computes what the run itself records: for the same held-out data, the same bits.
+    """Compute the same results for a checkpoint as the run itself; for the same held-out data, the same bits.
 
-    Every set is evaluated, whatever its cadence.
+    It evaluates every set, regardless of cadence.
 
     Args:
-        config: what the run trains by, perhaps with other settings under `eval` and `data.eval_sources`.
-        first: the train state of a checkpoint of the run.
-        world: the ranks among which the batches are divided; each holds the whole model.
+        config: the run's config, perhaps with other settings under `eval` and `data.eval_sources`.
+        first: train state of a checkpoint of the run.
+        world: the ranks that share the batches; each holds the whole model.
 
     Raises:
         UserError: there are no held-out data, or the task or a metric does not fit.
@@ -59,7 +59,7 @@ class Evaluator:
         self._world = world
         self._task = build_task(config)
         self._model = build.model(config).to(device)
-        # The run evaluates its average as it is, and its weights compiled.
+        # The run evaluates averaged weights without torch.compile, and its own weights with it.
         compiles = config.train.compile and config.train.ema_decay is None
         computing = build.compiled(self._model, device) if compiles else self._model
         forward = Forward(world, device, computing, self._task, build.autocast(config, device))
@@ -69,11 +69,11 @@ class Evaluator:
         self._evaluation = Evaluation(forward, sets, build_metrics(config, device), config.seed)
 
     def results(self, chosen: Intact, stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """The results of a verified checkpoint; None if `stop()`, agreed across ranks, is true before the end.
+        """Return the results of a verified checkpoint, or None if `stop()` becomes true (agreed across ranks).
 
         Raises:
             UserError: the checkpoint, the task or a metric does not fit.
-            CheckpointError: on every rank: one of them cannot read the checkpoint any more.
+            CheckpointError: a rank can no longer read the checkpoint; raised on every rank.
         """
         self._world.run_on_all(lambda: self._restore(chosen))
         return self._evaluation.run(chosen.step, stop)
@@ -86,10 +86,10 @@ class Evaluator:
 
 @contextmanager
 def still_there(chosen: Intact) -> Iterator[None]:
-    """While a verified checkpoint is read: the run may delete it meanwhile.
+    """Report a checkpoint that the run deletes while it is being read.
 
     Raises:
-        CheckpointError: it has.
+        CheckpointError: the run has deleted it.
     """
     try:
         yield
@@ -98,10 +98,10 @@ def still_there(chosen: Intact) -> Iterator[None]:
 
 
 def every_set(config: Config) -> Config:
-    """`config` with all of its evaluations due at every step.
+    """Return `config` with all its evaluations due at every step.
 
     Raises:
-        UserError: it has no held-out data.
+        UserError: the config has no held-out data.
     """
     if not config.data.eval_sources:
         raise UserError("there is nothing to evaluate: set data.eval_sources.NAME to held-out data")
@@ -111,16 +111,16 @@ def every_set(config: Config) -> Config:
 
 @dataclass
 class Work:
-    """Carries out a request, alone or beside other processes that evaluate the same run.
+    """Carry out a request, alone or along with other processes that evaluate the same run.
 
     Attributes:
-        run: the run directory, of which only results are written.
+        run: the run directory; only results are written to it.
         request: what to evaluate.
         config: the run's config with the request's settings.
         world: of this process.
-        stop: whether a signal asked this process to stop; need not be agreed across ranks.
+        stop: returns True if a signal asked this process to stop; need not be agreed across ranks.
         say: shows a line, such as a warning; called on rank 0.
-        on_progress: called on rank 0 after each checkpoint, and once there is none to evaluate.
+        on_progress: called on rank 0 after each checkpoint, and when none is left to evaluate.
     """
 
     run: RunDir
@@ -131,17 +131,17 @@ class Work:
     say: Say = print
     on_progress: Callable[[], None] = lambda: None
     unusable: dict[int, str] = field(default_factory=dict)
-    """Of `all`: the steps that were left out, and why."""
+    """For a request of `all`: the steps that were skipped, and why."""
     added: list[int] = field(default_factory=list)
-    """The steps whose results this process has added; on rank 0."""
+    """The steps whose results this process has added, on rank 0."""
     _evaluator: Evaluator | None = None
 
     def do(self) -> bool:
-        """Evaluate what is missing; False if a signal asked to stop before the end.
+        """Evaluate the missing checkpoints; return False if a signal asked to stop before the end.
 
         Raises:
-            UserError: there is no such checkpoint, or something does not fit.
-            UnreadableError: the disk refuses to read one; all others are evaluated.
+            UserError: there is no such checkpoint, or the config does not fit the data, model or metrics.
+            UnreadableError: a checkpoint cannot be read from the disk; the others were evaluated.
         """
         steps = self.world.run_on_main(self._begin)
         unread: UnreadableError | None = None
@@ -153,7 +153,7 @@ class Work:
             try:
                 if not self._evaluate(step):
                     return False
-            except UnreadableError as error:  # which says nothing about the checkpoint
+            except UnreadableError as error:  # a disk error does not mean that the checkpoint is bad
                 unread = error
                 self._warn(f"step {step} is left for the next time: {error}")
         if unread is not None:
@@ -173,13 +173,13 @@ class Work:
         return any(self.world.gather(self.stop()))
 
     def _evaluate(self, step: int) -> bool:
-        """Evaluate one checkpoint; False if asked to stop.
+        """Evaluate one checkpoint; return False if asked to stop.
 
         Raises:
-            UnreadableError: of `all`: the disk refuses to read it.
+            UnreadableError: a checkpoint of `all` cannot be read from the disk.
         """
         try:
-            # Every rank reads and verifies it, so that all of them fail if one does.
+            # Every rank reads and verifies the checkpoint. If one rank fails, all fail.
             chosen = self.world.run_on_all(lambda: choice.choose(store_of(self.run), step))
         except (UserError, OSError) as error:
             return self._left_out(step, error)
@@ -188,7 +188,7 @@ class Work:
             results = evaluator.results(chosen, self._stop_agreed)
         except CheckpointError as error:
             return self._left_out(step, error)
-        except Exception as error:  # whatever a compiler's end came up as
+        except Exception as error:  # a killed compiler may raise any exception
             if self.world.size > 1 or not signalled.is_stop(error):  # other ranks wait for this one
                 raise
             self._warn(signalled.line(error))
@@ -203,10 +203,11 @@ class Work:
         return True
 
     def _left_out(self, step: int, error: UserError | OSError) -> bool:
-        """Go on without a step whose checkpoint cannot be used, as every rank knows; True.
+        """Skip a step whose checkpoint cannot be used, on every rank; return True.
 
         Raises:
-            UserError, OSError: the `error`, if that step alone was asked for, or its checkpoint is not why.
+            UserError, OSError: `error` itself, if the request was for this step alone, or if the checkpoint is not its
+                cause.
         """
         there = self.world.run_on_main(lambda: self._may_be_there(step))
         about = isinstance(error, CheckpointError) and not isinstance(error, UnreadableError)
@@ -244,16 +245,16 @@ class Work:
 
 
 def attempt(directory: str | os.PathLike[str], job: Job) -> int:
-    """Carry out the request in `directory`, that of a submitted evaluation; the exit status. Errors are printed.
+    """Carry out the submitted request in `directory` and return the exit status. Errors are printed.
 
-    A job that is asked to stop ends after its batch and is requeued if that is what it was stopped for. The attempt
-    counts as begun once a checkpoint is evaluated, or there was none to evaluate: a job that is killed before that
-    three times in a row is not started again.
+    A job that is asked to stop ends after the batch in progress, and is requeued if the cause of the stop calls for it.
+    The attempt counts as begun once a checkpoint is evaluated, or if there was none to evaluate. A job that is killed
+    three times in a row before that is not started again.
     """
     STOP.install()
     path = Path(directory).absolute()
     if job.auto_restarts and int(processes.environment.get("RANK", "0")) == 0:
-        # At once, and not after the batch: the job may be killed before that is done.
+        # Report the cause at once, because the job may be killed before the batch is done.
         STOP.listen(lambda signum: print(f"{job.cause(signum)}: stopping after this batch", flush=True), job.cause)
     return carry_out(path, job, words_of_config()(lambda world: _attempt(path, job, world)))
 
@@ -269,7 +270,7 @@ def _attempt(directory: Path, job: Job, world: World) -> ExitStatus:
     if world.size > 1:
         world.start(build.choose_device(config.train.device, world))
     work = Work(run, request, config, world, lambda: bool(STOP), on_progress=job.on_started)
-    with beginning(job):  # no attempt log counts failures: those of the disk are failed starts here too
+    with beginning(job):  # without an attempt log, disk errors count as failed starts
         done = work.do()
     if not done:
         if not world.is_main:
@@ -289,7 +290,7 @@ def _interrupted(job: Job) -> ExitStatus:
 
 @contextmanager
 def refused_in(path: Path) -> Iterator[None]:
-    """Turn a refusal of the file system to write at `path` into an error of one line."""
+    """Turn an error of the file system at `path` into a one-line error."""
     try:
         yield
     except OSError as error:
@@ -300,21 +301,21 @@ def refused_in(path: Path) -> Iterator[None]:
 
 
 def committed(run: RunDir) -> list[int]:
-    """The steps of all checkpoints in ascending order, those that turn out to be corrupt included.
+    """Return the steps of all checkpoints in ascending order, including corrupt ones.
 
     Raises:
-        CheckpointError: their directory is not readable.
+        CheckpointError: the directory of checkpoints is not readable.
     """
     return sorted(one.step for one in choice.candidates(store_of(run)))
 
 
 def wanted(run: RunDir, request: Request, on_corruption: Callable[[Candidate, str], None] | None = None) -> list[int]:
-    """The steps of the checkpoints that a request means, in ascending order.
+    """Return the steps of the checkpoints that a request names, in ascending order.
 
     Args:
         run: the run directory.
-        request: of which `step` counts.
-        on_corruption: called with each corrupt checkpoint that is newer than the one that `last` means.
+        request: the request; only its `step` is used.
+        on_corruption: called with each corrupt checkpoint that is newer than the checkpoint chosen by `last`.
 
     Raises:
         UserError: there is no such checkpoint.

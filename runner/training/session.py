@@ -1,4 +1,4 @@
-"""The objects of one attempt: built from the config, restored from the newest checkpoint, trained."""
+"""Open one attempt: build its objects from the config, restore the newest checkpoint, and train."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Session:
-    """What an attempt needs to train."""
+    """The objects of an attempt, ready to train."""
 
     trainer: Trainer
-    steps: int  # of the run, now that the data are open
+    steps: int  # length of the run, known once the data are open
     warm_up: threading.Thread
     handler: WarningHandler | None = None
 
@@ -66,7 +66,7 @@ class Session:
 
     @property
     def early_end(self) -> EarlyEnd | None:
-        """Return why the run has ended before its last step; None if it has not."""
+        """Return why the run has ended before its last step, or None if it has not."""
         return self.trainer.early_end if self.step < self.steps else None
 
     @property
@@ -79,18 +79,18 @@ class Session:
 
     @property
     def paused(self) -> bool:
-        """Whether training has ended at the step at which it was to pause, before the last one."""
+        """Return whether training has paused at the requested step, before the last step."""
         return self.trainer.paused
 
     def train(self, steps: int | None = None, pause: int | None = None, metric: str | None = None) -> bool:
-        """Train to `steps`, by default to the end of the run; False if a signal came before.
+        """Train to `steps`, by default to the end of the run; return False if a signal came before.
 
-        Files are closed either way.
+        All files are closed at the end, also after an error.
 
         Args:
-            steps: of the run.
-            pause: end at this step already.
-            metric: by which a search decides.
+            steps: length of the run.
+            pause: end at this step, if it comes earlier.
+            metric: the metric by which a search decides.
         """
         try:
             finished = self.trainer.run(self.steps if steps is None else steps, pause, metric)
@@ -115,8 +115,11 @@ class Session:
         """Build everything, restore the newest checkpoint, and truncate the metrics to its step.
 
         Args:
-            log: this attempt's, on rank 0.
-            lease: that of the run directory, on rank 0.
+            run: the run directory.
+            config: config of the run.
+            world: the ranks.
+            log: attempt log, on rank 0.
+            lease: lease of the run directory, on rank 0.
 
         Raises:
             UserError: the config, the data or the checkpoint does not fit.
@@ -127,13 +130,13 @@ class Session:
 
 @dataclass(frozen=True)
 class _Restored:
-    """The parts of a session that a checkpoint restores, and what it says of the others.
+    """The parts of a session that a checkpoint restores, and its entries for the other parts.
 
     Attributes:
-        datasets: the sources by name.
+        datasets: sources by name.
         state: the train state; empty at a fresh start.
-        saved: the runner's own entries in it.
-        run_state: those of this attempt.
+        saved: the runner's own entries in the train state; None at a fresh start.
+        run_state: the same entries for this attempt.
     """
 
     datasets: dict[str, Any]
@@ -151,7 +154,7 @@ class _Restored:
 
 @dataclass
 class _Opening:
-    """Lets the parts of a session build themselves, in their order."""
+    """Build the parts of a session in their order."""
 
     run: RunDir
     config: Config
@@ -159,7 +162,7 @@ class _Opening:
     log: AttemptLog | None
     lease: Lease | None
     handler: WarningHandler | None
-    shapes: tuple[BatchShape, ...] = ()  # those of the checkpoint, once they are known to matter
+    shapes: tuple[BatchShape, ...] = ()  # of the checkpoint, if the steps of an epoch depend on them
 
     def __post_init__(self) -> None:
         self.account = self.log.account if self.log else TimeAccount()
@@ -167,7 +170,8 @@ class _Opening:
     def session(self) -> Session:
         restored = self._restored()
         if self._with_steps(restored.datasets, restored.shapes) != self.config:
-            # The batch shape has changed, and so have the steps of the epochs, which the schedule follows: build anew.
+            # The batch shape has changed, and with it the number of steps. The schedule depends on that number, so
+            # build again.
             self.shapes = restored.shapes
             restored = self._restored()
         return self._assembled(restored)
@@ -176,7 +180,7 @@ class _Opening:
         return with_steps(self.config, [len(dataset) for dataset in datasets.values()], shapes)
 
     def _restored(self) -> _Restored:
-        """Build what is trained and saved, as in the newest checkpoint. Data and generators are restored later."""
+        """Build what is trained and saved, as in the newest checkpoint. Data order and generators follow later."""
         device = begin_exactly(self.config, self.world)
         datasets = open_sources(self.config)
         self._weigh(datasets)
@@ -194,7 +198,7 @@ class _Opening:
         return _Restored(datasets, trained, manager, state, step, saved, run_state_at(step, config, self.world, saved))
 
     def _weigh(self, datasets: dict[str, Any]) -> None:
-        """Fill in the weights that the data decide, and warn if these leave a temperature without effect."""
+        """Fill in the weights that depend on the data; warn if they leave a temperature without effect."""
         config = with_weights(self.config, datasets)
         if config is not self.config and self.world.is_main:
             for line in mixing_without_effect(config):
@@ -202,15 +206,15 @@ class _Opening:
         self.config = config
 
     def _load(self, manager: TrainStateManager, trained: Trained) -> Mapping[str, Any]:
-        """Restore what is trained; return the train state, empty at a fresh start."""
+        """Restore model and optimizers; return the train state, empty at a fresh start."""
         averaged = trained.average.averaged if trained.average else None
         restarts = partial(restarts_optimizers, self.config)
         return manager.load(trained.model, trained.optimizers, averaged, another_optimizer=restarts) or {}
 
     def _assembled(self, of: _Restored) -> Session:
-        """Build the session around what is restored."""
+        """Build the session around the restored parts."""
         config, world, step, saved, trained = self.config, self.world, of.step, of.saved, of.trained
-        if world.is_main:  # which writes the records
+        if world.is_main:  # rank 0 writes the records
             for reason in inexact(config, trained.device, of.run_state, saved):
                 _log.warning(f"not exact: {reason}")
             warn_of_idle_ranks(of.shapes[-1])
@@ -229,11 +233,11 @@ class _Opening:
         callbacks.recorder, callbacks.seconds = recorder, meter.callbacks
         stated = mean_tokens(of.datasets)
         train_step = TrainStep.build(trained, config, world, of.run_state, consumption.names, stated)
-        # What the first save imports takes a second: meanwhile, but not before the first step.
+        # The imports of the first save take a second. Do them in a thread, after the first step.
         warm_up = threading.Thread(target=of.manager.warm_up, name="warm up", daemon=True)
         epochs = EpochSteps.of(config, [len(dataset) for dataset in of.datasets.values()], of.shapes)
         evaluation = Evaluation.open(config, train_step.forward, trained.average, epochs)
-        generators.put_back(before)  # whatever was created since may have drawn
+        generators.put_back(before)  # objects created since may have drawn random numbers
         trainer = Trainer(
             train_step=train_step,
             consumption=consumption,
@@ -257,14 +261,14 @@ class _Opening:
         return Session(trainer, config.steps, warm_up, self.handler)
 
     def _ending(self, callbacks: Callbacks, saved: RunState | None) -> Ending:
-        """Make what decides whether the run ends before its last step; rank 0 knows the evaluations so far."""
+        """Create the `Ending`, which may end the run before its last step. Rank 0 passes it the evaluations so far."""
         options, nodes = self.config.early_stopping, self.config.callbacks
         so_far = list(recorded(self.run)) if self.world.is_main and options.is_set else []
         named = {name: node for name, node in nodes.items() if node is not None}
         return Ending(options, named, callbacks, so_far, saved.stop_asked if saved else {})
 
     def _restore_position(self, of: _Restored, consumption: Consumption) -> int:
-        """Restore loader, schedules and random generators; return the tokens seen so far."""
+        """Restore loader, schedules and random generators; return the number of tokens seen so far."""
         anew, optimizers = restarts_optimizers(self.config, of.step), of.trained.optimizers
         with fitting(self.run, self.config):
             _, tokens, _ = restore_train_state(of.state, None if anew else optimizers, consumption.loader)
@@ -297,7 +301,7 @@ class _Opening:
         return recorder
 
     def _model(self, of: _Restored) -> str:
-        """Describe the model on this rank, and what a step trains on."""
+        """Describe the model on this rank, and the samples of a step."""
         average = of.trained.average is not None
         held = footprint.measured(of.trained.model, of.trained.optimizers, average)
         stated, samples = tokens_per_sample(of.datasets), None
@@ -307,9 +311,9 @@ class _Opening:
         return f"{held}{footprint.per_step(self.world.size, samples, next(iter(stated.values())) if same else None)}"
 
     def _add_evaluation(self, record: dict[str, Any]) -> None:
-        """Record a result beside those of `runner evaluate`, which then need not compute it.
+        """Record a result with the results of `runner evaluate`, which then skips it.
 
         Raises:
-            OSError: the file system refused.
+            OSError: the file system failed.
         """
         add(self.run, {**record, "digest": evaluation_digest(load_plain(self.run.path))})

@@ -1,8 +1,8 @@
-"""The training loop: steps, and what happens at the boundary between two of them.
+"""Run the training loop: steps, and the actions at each boundary between two steps.
 
-At the boundary after step s, in this order: evaluate if due, save if due, stop if asked to; then the phase of the next
-step takes effect, and only then is its first batch drawn. A checkpoint is therefore taken before anything of the next
-step has happened, and a resume executes the same lines.
+At the boundary after step s, the loop evaluates if due, saves if due, and stops if asked to, in this order. Then the
+phase of the next step takes effect, and only then is its first batch drawn. So a checkpoint is taken before anything of
+the next step happens, and a resume executes the same lines.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Trainer:
-    """The loop of one attempt, and the step it is at (`step` = complete steps)."""
+    """The training loop of one attempt; `step` is the number of complete steps."""
 
     train_step: TrainStep
     consumption: Consumption
@@ -49,7 +49,7 @@ class Trainer:
     manager: TrainStateManager
     cadence: Cadence
     recorder: Recorder
-    run_state: RunState  # of the resumed checkpoint; what changes in it is brought up to date at a save
+    run_state: RunState  # of the resumed checkpoint; fields that change are updated at a save
     stop: Callable[[], bool]
     check_fence: Callable[[], None]
     skip_nonfinite: bool = False
@@ -67,28 +67,29 @@ class Trainer:
         self.samples_seen = self.run_state.samples_seen
         self.evaluated = self.run_state.evaluated
         self.early_end: EarlyEnd | None = None
-        self.paused = False  # at the step that was asked for, before the last one
-        self._metric: float | None = None  # of the last evaluation, by which a checkpoint is judged
+        self.paused = False  # at the requested step, before the last one
+        self._metric: float | None = None  # metric of the last evaluation, by which a checkpoint is judged
         self._batches: Iterator[tuple[Batch, BatchRecord | None]] | None = None
         self._stop_agreed = self._save_agreed = self._empty_reported = False
         self.train_step.before_update = self._finish_copy
 
     def run(self, steps: int, pause: int | None = None, metric: str | None = None) -> bool:
-        """Train until `steps` steps are complete, and evaluated if that is due; False if a signal came before.
+        """Train and evaluate up to step `steps`; return False if a signal came before.
 
-        Early stopping or a callback may end the run before: `early_end` says why. In any case the final state is saved
-        and committed.
+        Early stopping or a callback may end the run earlier; then `early_end` holds the reason. In any case the final
+        state is saved and committed.
 
         Args:
-            steps: of the run.
-            pause: return at this step already, evaluated: the run goes on from there later.
-            metric: by which a search decides; checked before the first step if evaluations are to give it.
+            steps: length of the run.
+            pause: return after this step and its evaluation; the run resumes from there later.
+            metric: the metric by which a search decides. If evaluations compute it, it is checked before the first
+                step.
 
         Raises:
             TrainingError: a non-finite loss, or the data ended.
             SupersededError: a newer attempt holds the lease.
             PeerError: another rank has ended or does not answer.
-            CallbackError: a callback raised, and the run is to stop then.
+            CallbackError: a callback raised, and train.on_callback_error=stop is set.
         """
         try:
             self.paused = False
@@ -120,7 +121,7 @@ class Trainer:
             leaving, saved = self._stop_agreed or ends, True
             if (leaving and self.step > started_at) or self._save_agreed:
                 saved = self.save(wait=leaving)
-                # After a signal there is no time to fix a disk: the last good checkpoint has to do.
+                # After a signal there is no time to fix a disk. The run resumes from the last good checkpoint.
                 if leaving and not saved and not self._stop_agreed:
                     raise UnsavedError(self._unsaved())
             if leaving:
@@ -161,10 +162,10 @@ class Trainer:
         self.account.stepped()
 
     def save(self, wait: bool) -> bool:
-        """Make metrics durable, then commit a checkpoint of this boundary; False if it is known to have failed.
+        """Sync the metrics to disk, then commit a checkpoint; return False if the save is known to have failed.
 
         Args:
-            wait: return only when it is committed.
+            wait: return only after the commit.
         """
         self.account.saving(self.step)
         with self.account.doing("save"):
@@ -186,7 +187,7 @@ class Trainer:
             state = build_train_state(self.step, self.tokens_seen, optimizers, loader, kept.to_extra())
             self._learn_cost()
             average = self.train_step.average
-            # A step that a task takes, and a callback, may change the weights at any time.
+            # A task's `take_step` and a callback may change the weights at any time.
             later = self.train_step.forward.task.take_step is None and not self.callbacks.has("on_save")
             saved = self.manager.save(
                 self.step,
@@ -204,7 +205,7 @@ class Trainer:
             return saved
 
     def _finish_copy(self) -> None:
-        """Before an update: wait until the state that is being saved is copied."""
+        """Wait until the state that is being saved is copied; called before an update."""
         if self.manager.copying:
             with self.account.doing("save"):
                 self.manager.finish_copy()
@@ -224,7 +225,7 @@ class Trainer:
             raise self._end_of_data()
 
     def _end_of_data(self) -> TrainingError:
-        """The error of this rank, whose data ended; of all ranks, if those of the others end here as well."""
+        """Return the error for the end of this rank's data, or of the data of all ranks if all end here."""
         everywhere = all_arrive(self.world, f"end of data/{self.step}")
         whose = "the data" if everywhere else f"the data of rank {self.world.rank}"
         remedy = "" if everywhere else "give every rank as many batches as the others, "
@@ -237,7 +238,7 @@ class Trainer:
         return error
 
     def _record(self, result: StepResult) -> dict[str, Any]:
-        """The line of metrics.jsonl for the step just made."""
+        """Return the line of metrics.jsonl for the last step."""
         record: dict[str, Any] = {
             "step": self.step,
             **result.values,
@@ -255,7 +256,7 @@ class Trainer:
         return record
 
     def _agree(self) -> None:
-        """Let all ranks see the same stop flag, the same decision to save, the same data ledger."""
+        """Agree with all ranks on the stop flag, on the decision to save, and on the data ledger."""
         due = self.step > 0 and self.world.is_main and self.cadence.should_save(self.step, clock.monotonic())
         flags = np.array([self.stop(), due], dtype=np.int64)
         vector = torch.from_numpy(np.concatenate([flags, self.consumption.control()]))
@@ -264,7 +265,7 @@ class Trainer:
         self.consumption.commit(vector[2:].numpy())
 
     def _evaluate(self, evaluation: Evaluation) -> bool:
-        """Evaluate and record; False if a signal came meanwhile (the resumed run evaluates again)."""
+        """Evaluate and record; return False after a signal (the resumed run evaluates again)."""
         results = evaluation.run(self.step, self._stop_now)
         if results is None:
             return False
@@ -275,12 +276,12 @@ class Trainer:
         return True
 
     def _evaluate_end(self, always: bool) -> bool:
-        """Evaluate the last step if it is off the cadence; False if a signal came meanwhile.
+        """Evaluate the last step if it is off the cadence; return False after a signal.
 
-        Another length of the run has another last step, so the result is recorded beside those of `runner evaluate`.
+        The last step depends on the length of the run, so the result is recorded with the results of `runner evaluate`.
 
         Args:
-            always: also if eval.at_end is not set.
+            always: evaluate even if eval.at_end is false.
         """
         if self.evaluation is None or not (always or self.evaluation.at_end) or self.evaluation.complete(self.step):
             return True
@@ -291,7 +292,7 @@ class Trainer:
         return results is not None
 
     def _stop_now(self) -> bool:
-        """The stop flag, agreed across ranks, in the middle of an evaluation."""
+        """Return the stop flag in the middle of an evaluation, agreed across ranks."""
         flag = self.world.sum(torch.tensor([int(self.stop())]))
         self._stop_agreed = self._stop_agreed or bool(flag[0])
         return self._stop_agreed
@@ -307,7 +308,7 @@ class Trainer:
             self.recorder.cadence(self.cadence.explain(clock.monotonic()))
 
     def _report_empty(self) -> None:
-        """Report the first step of this attempt without any weight; metrics.jsonl marks all of them."""
+        """Warn of the first step of this attempt whose weights are all 0; metrics.jsonl marks every such step."""
         if not self._empty_reported and self.world.is_main:
             _log.warning(
                 f"step {self.step} made no update: the weights of its losses sum to 0 (are all labels masked?); "
@@ -323,7 +324,7 @@ class Trainer:
         )
 
     def _nonfinite(self, result: StepResult) -> str:
-        self.manager.wait()  # the last good one may still be on its way to the disk
+        self.manager.wait()  # the last good checkpoint may still be being written
         return (
             f"the loss of step {self.step + 1} is {result.loss} (gradient norm {result.grad_norm}): training stopped, "
             f"{self._kept()}. Lower optimizer.lr or train.clip_norm, or skip such steps with train.on_nonfinite=skip"
@@ -332,6 +333,6 @@ class Trainer:
     def _kept(self) -> str:
         try:
             last = self.manager.newest()
-        except CheckpointError as error:  # this is half a sentence of another error
+        except CheckpointError as error:  # its message is part of another error's message
             return f"which checkpoint is kept cannot be told ({error})"
         return f"the checkpoint of step {last.step} is kept" if last else "there is no checkpoint yet"
