@@ -53,7 +53,7 @@ class Context:
         model: the module of the config, not wrapped for several ranks.
         step: completed steps.
         run_dir: the run directory.
-        device: of the model.
+        device: device of the model.
     """
 
     def __init__(

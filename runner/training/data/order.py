@@ -214,7 +214,7 @@ def with_steps(config: Config, sizes: Sequence[int], shapes: Sequence[BatchShape
     """`config` with the number of steps that `train.epochs` requires; unchanged if `train.steps` sets the length.
 
     Args:
-        config: of the run.
+        config: config of the run.
         sizes: the samples of each source.
         shapes: how the steps so far were split, with the shape of the next one last; after a change of shape, the
             steps that are left follow from the samples that are left.

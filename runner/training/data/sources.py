@@ -163,7 +163,7 @@ def with_weights(config: Config, datasets: dict[str, Any]) -> Config:
     With `weights_by=tokens` weights are shares of tokens, and a sampler takes shares of samples: see `_of_samples`.
 
     Args:
-        config: of the run.
+        config: config of the run.
         datasets: the sources by name.
 
     Raises:

@@ -44,10 +44,10 @@ class Evaluation:
         """Open the held-out data of the config; None without any. The averaged weights are evaluated if there are some.
 
         Args:
-            config: of the run.
+            config: config of the run.
             forward: what is computed.
             average: of the weights.
-            epochs: of the training data.
+            epochs: epochs of the training data.
 
         Raises:
             UserError: the data, the task or a metric does not fit.

@@ -162,7 +162,7 @@ def evaluation_sets(config: Config, world: World, epochs: EpochSteps | None = No
     """Open the one of all held-out sources and those of `eval.sets`, without those that are never evaluated.
 
     Args:
-        config: of the run.
+        config: config of the run.
         world: the ranks.
         epochs: of the training data; None: nothing is due by epochs.
 

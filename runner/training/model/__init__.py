@@ -1,1 +1,1 @@
-"""The model, its optimizers and their schedules, built from the config."""
+"""Build the model, its optimizers and their schedules from the config."""

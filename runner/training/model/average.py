@@ -1,7 +1,8 @@
-"""The exponential moving average of a model's weights (EMA), by torch.optim.swa_utils.AveragedModel.
+"""Keep the exponential moving average (EMA) of a model's weights, with torch.optim.swa_utils.AveragedModel.
 
-It is updated after each training step, evaluated in place of the weights, and saved beside them. After the first update
-it equals the weights; after each later one it is decay * average + (1 - decay) * weights. Buffers are the model's.
+The average is updated after each training step, evaluated in place of the weights, and saved with them. After the first
+update it equals the weights. After each later update it is decay * average + (1 - decay) * weights. Its buffers are
+copies of the model's.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from runner.training.ranks.parallel import place
 
 
 class Average:
-    """The average of a model's weights.
+    """The exponential moving average of a model's weights.
 
     Args:
-        model: the model that is trained, on its device and before it is wrapped.
+        model: the trained model, on its device and before it is wrapped.
         decay: the share of the average that each update keeps, above 0 and below 1.
-        strategy, world, device: as for `parallel.place`: with `fsdp` the average is sharded as the model is.
+        strategy, world, device: as for `parallel.place`. With `fsdp`, the average is sharded like the model.
 
     Raises:
         UserError: the model cannot be copied.
@@ -46,16 +47,16 @@ class Average:
 
     @property
     def module(self) -> nn.Module:
-        """The model with the averaged weights, to be evaluated."""
+        """Return the model with the averaged weights, for evaluation."""
         module: nn.Module = self.averaged.module
         return module
 
     def update(self, model: nn.Module) -> None:
-        """Take in the present weights of `model`, which may be wrapped."""
+        """Update the average with the present weights of `model`, which may be wrapped."""
         if self._sharded:
             from torch.distributed.fsdp import FSDPModule
 
             for each in (*self.module.modules(), *model.modules()):
-                if isinstance(each, FSDPModule):  # an evaluation leaves the parameters gathered
+                if isinstance(each, FSDPModule):  # an evaluation leaves its parameters gathered
                     each.reshard()
         self.averaged.update_parameters(bare(model))

@@ -1,4 +1,4 @@
-"""Resolved config -> the model that an attempt trains, with its optimizers, on the device of this rank."""
+"""Build the model of an attempt from the resolved config, with its optimizers, on this rank's device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from runner.training.model.schedulers import make_scheduler
 
 
 def choose_device(wanted: str, world: World) -> torch.device:
-    """The device of this rank.
+    """Return the device of this rank.
 
     Raises:
         UserError: the configured GPU does not exist.
@@ -47,7 +47,7 @@ def choose_device(wanted: str, world: World) -> torch.device:
 
 
 def seed_everything(seed: int, *stream: int) -> None:
-    """Seed Python's, numpy's and torch's generators; each `stream`, such as a rank, has numbers of its own."""
+    """Seed Python's, numpy's and torch's generators. Each `stream`, such as a rank, gets other numbers."""
     words = np.random.SeedSequence([seed, *(stream or (0,))]).generate_state(4, np.uint64)
     random.seed(int(words[0]))
     np.random.seed(int(words[1]) % 2**32)
@@ -55,10 +55,10 @@ def seed_everything(seed: int, *stream: int) -> None:
 
 
 def model(config: Config) -> nn.Module:
-    """The model, with the same initial weights on every rank, and without gradients where a group freezes it.
+    """Create the model, with the same initial weights on every rank. Freeze the parameters of frozen groups.
 
     Raises:
-        UserError: it cannot be created, or the parameters that the optimizers name are not its own.
+        UserError: the model cannot be created, or the optimizers name parameters that it does not have.
     """
     seed_everything(config.seed)
     module = instantiate("model", config.model)
@@ -70,14 +70,15 @@ def model(config: Config) -> nn.Module:
 
 
 def optimizers(config: Config, module: nn.Module, device: torch.device | None = None) -> Optimizers:
-    """The optimizers over the parameters of `module`, their schedules, and the scaling of gradients.
+    """Create the optimizers over the parameters of `module`, their schedules, and the gradient scaler.
 
     Args:
-        module: from `model`, wrapped as it is trained.
-        device: where it is trained; by default the CPU.
+        config: config of the run.
+        module: the model from `model`, wrapped for training.
+        device: device of the model; by default the CPU.
 
     Raises:
-        UserError: an optimizer or scheduler cannot be created, or a group has an option that its optimizer has not.
+        UserError: an optimizer or scheduler cannot be created, or a group has an option that its optimizer lacks.
     """
     nodes, several = optimizer_nodes(config.optimizer, config.optimizers), config.optimizers
     named = parameters.named_parameters(module)
@@ -96,7 +97,7 @@ def optimizers(config: Config, module: nn.Module, device: torch.device | None = 
 def _optimizer(
     key: str, node: dict[str, Any], module: nn.Module, members: parameters.Parameters
 ) -> torch.optim.Optimizer:
-    """One optimizer; our AdamW does not decay norms, biases and embeddings."""
+    """Create one optimizer. The runner's AdamW does not decay norms, biases and embeddings."""
     options = parameters.with_tuples(
         {name: value for name, value in node.items() if name not in (OWN_KEYS if key != SINGLE else ("groups",))}
     )
@@ -117,7 +118,7 @@ def _optimizer(
 
 
 def average(config: Config, module: nn.Module, world: World, device: torch.device) -> Average | None:
-    """The average of the weights of `module`, which is not wrapped yet; None without `train.ema_decay`.
+    """Return the average of the weights of `module`, which is not wrapped yet; None without `train.ema_decay`.
 
     Raises:
         UserError: the model cannot be copied.
@@ -128,12 +129,12 @@ def average(config: Config, module: nn.Module, world: World, device: torch.devic
 
 
 def compiled(model: nn.Module, device: torch.device) -> nn.Module:
-    """`torch.compile(model)`, which compiles at the first call.
+    """Return `torch.compile(model)`, which compiles at its first call.
 
-    What Inductor starts for that first is started here, where a signal to the process group does not end it. On a CPU,
-    these are trial programs that find out what the CPU can do: Inductor would take one that was ended for a CPU that
-    can do less, without a word, and the step in progress would be made, and saved, with other bits. Elsewhere, it is
-    the process whose workers compile: nothing notices its end, and the compilation would wait for it for ever.
+    Start Inductor's helper processes here, where a signal to the process group does not end them. On a CPU, these are
+    trial programs that find out what the CPU can do. If one were ended, Inductor would silently assume a less capable
+    CPU, and would compute and save the step in progress with other bits. Elsewhere, it is the process whose workers
+    compile. Its end goes unnoticed, and the compilation would wait for it for ever.
     """
     with signals.blocked():
         if device.type == "cpu":
@@ -148,7 +149,7 @@ def compiled(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def autocast(config: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """The precision of the forward pass."""
+    """Return a function that creates the autocast context of the forward pass."""
     wanted = config.train.precision
     if wanted is Precision.auto:
         native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)

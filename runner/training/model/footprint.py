@@ -1,6 +1,6 @@
-"""What a model consists of and how much memory training it takes.
+"""Count a model's parameters and estimate the memory that training takes.
 
-It is measured without taking any: on the meta device, or on copies of the parameters there.
+The estimate itself takes no memory: it uses the meta device, or copies of the parameters there.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from runner.training.model.parameters import named_parameters
 
 @dataclass(frozen=True)
 class Part:
-    """A top-level module of a model: its parameters, how many are trained, and the bytes of its weights.
+    """A top-level module of a model: number of parameters, number trained, and bytes of its weights.
 
-    A parameter that several modules share counts in the first one alone.
+    A shared parameter counts only in the first module that has it.
     """
 
     name: str
@@ -38,14 +38,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Footprint:
-    """A model on one rank; with FSDP2 its sizes are those of this rank's part.
+    """The memory of a model on one rank; with FSDP2, of this rank's shard.
 
     Attributes:
-        model: bytes of its parameters and buffers.
-        gradients: of one copy of its gradients.
-        optimizers: of the state of its optimizers after their first step, None where only that step tells.
-        average: of the average of its weights, 0 without `train.ema_decay`.
-        parts: its top-level modules that have parameters.
+        model: bytes of parameters and buffers.
+        gradients: bytes of one copy of the gradients.
+        optimizers: bytes of the optimizers' state after their first step; None if only that step can show it.
+        average: bytes of the averaged weights; 0 without `train.ema_decay`.
+        parts: the top-level modules that have parameters.
     """
 
     model: int
@@ -56,12 +56,12 @@ class Footprint:
 
     @property
     def total(self) -> Part:
-        """Add up the parts; the weights include the model's buffers."""
+        """Add up the parts. The weights include the model's buffers."""
         counts = [sum(getattr(part, name) for part in self.parts) for name in ("parameters", "trainable")]
         return Part("total", counts[0], counts[1], self.model)
 
     def __str__(self) -> str:
-        """Write it in one line."""
+        """Describe the footprint in one line."""
         whole = self.total
         share = f" ({100 * whole.trainable / whole.parameters:.3g} % trainable)" if whole.parameters else ""
         state = "optimizer not known" if self.optimizers is None else f"about {size(self.optimizers)} optimizer"
@@ -70,16 +70,16 @@ class Footprint:
         return f"{quantity(whole.parameters)} parameters{share}, {memory}"
 
     def per_rank(self, config: Config, ranks: int, micro_batches: int) -> int | None:
-        """An estimate of the bytes that a rank holds in a step, without activations and batches.
+        """Estimate the bytes that a rank holds in a step, without activations and batches.
 
-        In rank-invariant training a rank adds up the gradients of its micro-batches as a binary tree, of which it keeps
-        one sum per level: about 1 + log2(micro-batches) copies. With several ranks, that and DistributedDataParallel
-        keep another copy to send; FSDP2 splits everything over the ranks.
+        In rank-invariant training, a rank adds up the gradients of its micro-batches as a binary tree and keeps one sum
+        per level: about 1 + log2(micro-batches) copies. With several ranks, rank-invariant training and
+        DistributedDataParallel keep one more copy to send. FSDP2 shards everything over the ranks.
 
         Args:
-            config: of the run.
-            ranks: how many there are.
-            micro_batches: the most that one rank computes in a step.
+            config: config of the run.
+            ranks: number of ranks.
+            micro_batches: the largest number of micro-batches that one rank computes in a step.
         """
         if self.optimizers is None:
             return None
@@ -91,15 +91,15 @@ class Footprint:
 
 
 def footprint(config: Config, device: str = "meta") -> Footprint:
-    """Create the model of a config and its optimizers, to measure them.
+    """Create the model and the optimizers of a config, and measure them.
 
     Args:
-        config: of the run.
-        device: where; anything but meta takes the memory.
+        config: config of the run.
+        device: device for them; any device but meta takes the memory.
 
     Raises:
         UserError: the model or an optimizer cannot be created.
-        Exception: the model or an optimizer needs real memory, such as weights that it reads from a file.
+        Exception: the model or an optimizer needs real memory, for example for weights that it reads from a file.
     """
     known = replace(config, train=replace(config.train, steps=config.known_steps or DEFAULT_STEPS, epochs=None))
     with torch.device(device):
@@ -109,13 +109,14 @@ def footprint(config: Config, device: str = "meta") -> Footprint:
 
 
 def measured(model: nn.Module, optimizers: Optimizers, averaged: bool, to_try: bool = False) -> Footprint:
-    """Measure what is trained here, and leave it as it is.
+    """Measure a model and its optimizers without changing them.
 
     Args:
-        model: as it is trained.
-        optimizers: of its parameters.
-        averaged: whether there is an average of the weights.
-        to_try: whether a user's optimizer may make a step on copies of the parameters: it may change more than those.
+        model: the model, wrapped for training.
+        optimizers: optimizers of its parameters.
+        averaged: True if the weights are averaged.
+        to_try: allow a user's optimizer to make a step on copies of the parameters, which may change more than the
+            copies.
     """
     parts: dict[str, Part] = {}
     parameters = {name: each for name, each in named_parameters(model).items() if not is_lazy(each)}
@@ -141,16 +142,16 @@ def measured(model: nn.Module, optimizers: Optimizers, averaged: bool, to_try: b
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, to_try: bool) -> int | None:
-    """The bytes of an optimizer's state; before its first step those of a copy that makes one on the meta device.
+    """Return the bytes of an optimizer's state. Before the first step, let a copy step on the meta device.
 
-    None if that is impossible, or must not be tried with a class that is neither torch's nor ours.
+    Return None if the copy cannot step, or must not because its class is neither torch's nor the runner's.
     """
     state = optimizer.state
     if not state:
         if not to_try and not type(optimizer).__module__.startswith(("torch.optim.", "runner.training.optim")):
             return None
         copy = object.__new__(type(optimizer))
-        # Not `step`, which a scheduler has wrapped for the original.
+        # Leave out `step`: a scheduler has wrapped it for the original.
         vars(copy).update({name: value for name, value in vars(optimizer).items() if name != "step"})
         state = copy.state = defaultdict(dict)
         try:
@@ -162,7 +163,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, to_try: bool) -> int | None:
 
 
 def _on_meta(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group of an optimizer with parameters that take no memory, and have gradients."""
+    """Return an optimizer's group with parameters and gradients on the meta device, which take no memory."""
     made = []
     for parameter in group["params"]:
         if parameter.requires_grad and not is_lazy(parameter):
@@ -173,13 +174,13 @@ def _on_meta(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def per_step(ranks: int, samples: int | None, tokens: int | None, divided: bool = False) -> str:
-    """Write where a footprint is, and what a step trains on.
+    """Describe on how many ranks a footprint is, and what a step trains on.
 
     Args:
-        ranks: how many there are.
-        divided: whether the footprint is that of all ranks, each of which has a part of it.
-        samples: over all ranks; None: not known.
-        tokens: in each sample; None: not known, or it has none.
+        ranks: number of ranks.
+        divided: True if the footprint is of all ranks together, each with a part of it.
+        samples: samples of a step over all ranks; None if not known.
+        tokens: tokens of each sample; None if not known, or without tokens.
     """
     where = f"{', divided over' if divided else ' on each of'} {ranks} ranks" if ranks > 1 else ""
     if samples is None:
@@ -188,7 +189,7 @@ def per_step(ranks: int, samples: int | None, tokens: int | None, divided: bool 
 
 
 def planned_step(config: Config, ranks: int) -> str:
-    """Write what a step of a config trains on, as far as it is known before the data are open."""
+    """Describe what a step of a config trains on, as far as is known before the data are open."""
     train, nodes = config.train, [node for node in config.data.sources.values() if isinstance(node, dict)]
     samples = train.global_batch_size or train.batch_size * (train.grad_accum_steps or 1) * ranks
     ours = [node.get("sequence_length") for node in nodes if str(node.get("_target_")).startswith("runner.data.")]
@@ -200,7 +201,7 @@ def planned_step(config: Config, ranks: int) -> str:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

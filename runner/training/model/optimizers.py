@@ -1,7 +1,7 @@
-"""The optimizers of a run, one or several, with their schedules and the scaling of gradients in float16.
+"""Hold the optimizers of a run with their schedules and, for float16, the gradient scaler.
 
-`Optimizers` has what a checkpoint needs of an optimizer (`param_groups`, `state`, `class_name`), so that one or several
-are saved and restored in the same way, under the names of parameters.
+`Optimizers` has the attributes that a checkpoint needs of an optimizer (`param_groups`, `state`, `class_name`). So one
+optimizer or several are saved and restored in the same way, under the names of parameters.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from runner.training.ranks.parallel import total_norm
 
 
 class Schedulers:
-    """The learning-rate schedulers of all optimizers, which step together, once per training step."""
+    """The learning-rate schedulers of all optimizers; they step together, once per training step."""
 
     def __init__(self, made: Mapping[str, LRScheduler]) -> None:
         self._made = dict(made)
 
     def step(self) -> None:
-        """Advance all of them, also after a step whose update was skipped.
+        """Advance all schedulers, also after a step whose update was skipped.
 
         Raises:
-            TrainingError: one of torch's has ended.
+            TrainingError: a scheduler of torch has ended.
         """
         for name, scheduler in self._made.items():
-            # torch warns of a first step without an update, which here is one that was skipped.
+            # torch warns if the first step makes no update. Here, such an update was skipped.
             scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
             try:
                 scheduler.step()
@@ -58,10 +58,10 @@ class Optimizers:
     """One or several optimizers over disjoint parameters of a model.
 
     Args:
-        model: the model, wrapped as it is trained.
-        made: by name; a single one is called `SINGLE`.
-        schedulers: one for each of them, by the same names.
-        scaler: multiplies losses so that gradients in float16 do not vanish; None where that is not needed.
+        model: the model, wrapped for training.
+        made: optimizers by name; a single optimizer is called `SINGLE`.
+        schedulers: one scheduler for each optimizer, by the same names.
+        scaler: multiplies losses so that float16 gradients do not vanish; None if not needed.
     """
 
     def __init__(
@@ -74,16 +74,16 @@ class Optimizers:
         self._made = dict(made)
         self.schedulers = Schedulers(schedulers)
         self.scaler = scaler
-        # In the model's order, in which the norms of gradients are added.
+        # In the order of the model: norms of gradients are added in this order.
         self._parameters = {name: _parameters(model, optimizer) for name, optimizer in self._made.items()}
         self._unscaled: set[str] = set()
-        # As they were made, before anything is restored: see `restart`.
+        # The initial options, before anything is restored. See `restart`.
         self._options = [{key: each for key, each in group.items() if key != "params"} for group in self.param_groups]
         self._schedules = copy.deepcopy(self.schedulers.state_dict())
 
     @staticmethod
     def of_one(model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> Optimizers:
-        """A single optimizer and its scheduler."""
+        """Wrap a single optimizer and its scheduler."""
         return Optimizers(model, {SINGLE: optimizer}, {SINGLE: scheduler})
 
     @property
@@ -94,17 +94,17 @@ class Optimizers:
         return self._made[name]
 
     def parameters(self, name: str) -> list[nn.Parameter]:
-        """The parameters of one optimizer, in the order of the model."""
+        """Return the parameters of one optimizer, in the order of the model."""
         return self._parameters[name]
 
     def lr(self, name: str | None = None) -> float:
-        """The present learning rate of an optimizer, by default the first one: that of its first group."""
+        """Return the present learning rate of an optimizer's first group; by default of the first optimizer."""
         return float(self._made[self.names[0] if name is None else name].param_groups[0]["lr"])
 
     # A training step
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss`, from which to go backward: multiplied where gradients are scaled."""
+        """Return the loss to call backward on: `loss`, multiplied by the scale if gradients are scaled."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def apply(
@@ -116,17 +116,17 @@ class Optimizers:
         waiting: bool = False,
         factor: float = 1.0,
     ) -> tuple[float, bool]:
-        """Update the parameters of one optimizer by their gradients if these are finite, and drop the gradients.
+        """Update the parameters of one optimizer if its gradients are finite, and drop the gradients.
 
         Args:
-            name: of the optimizer.
+            name: name of the optimizer.
             clip_norm: clip the norm of its gradients to this value.
-            allowed: False drops the gradients without an update, because the loss is not finite for example.
-            waiting: scaled gradients of a later update are kept elsewhere than in its parameters.
-            factor: multiplies the gradients before they are clipped.
+            allowed: False drops the gradients without an update, for example because the loss is not finite.
+            waiting: True if scaled gradients of a later update are stored outside of the parameters.
+            factor: factor on the gradients before clipping.
 
         Returns:
-            The 2-norm of its gradients before clipping, without the scaling; and whether the update was applied.
+            The 2-norm of the gradients before clipping, without the scale, and whether the update was applied.
         """
         optimizer, parameters = self._made[name], self._parameters[name]
         if self.scaler is not None:
@@ -150,13 +150,13 @@ class Optimizers:
     def _unscale(self, scaler: torch.amp.GradScaler, name: str) -> None:
         if not any(parameter.grad is not None for parameter in self._parameters[name]):
             return
-        if name in self._unscaled:  # a second update while gradients of another optimizer wait with the same scale
+        if name in self._unscaled:  # a second update, while another optimizer's gradients wait at this scale
             scaler._per_optimizer_states.pop(id(self._made[name]), None)
         scaler.unscale_(self._made[name])
         self._unscaled.add(name)
 
     def _update_scale(self, scaler: torch.amp.GradScaler, waiting: bool) -> None:
-        """Lower the scale after an overflow, raise it now and then; not while scaled gradients wait to be used."""
+        """Lower the scale after an overflow, or raise it now and then, unless scaled gradients wait to be used."""
         waiting = waiting or any(p.grad is not None for parameters in self._parameters.values() for p in parameters)
         if self._unscaled and not waiting:
             scaler.update()
@@ -165,7 +165,7 @@ class Optimizers:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """What the train state holds: schedulers and scaling. The optimizers themselves are in the checkpoint."""
+        """Return the entries of the train state: schedulers and scaler. The optimizers are in the checkpoint itself."""
         scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
         return {"schedulers": self.schedulers.state_dict(), **scaler}
 
@@ -184,14 +184,14 @@ class Optimizers:
             self.scaler.load_state_dict(state["scaler"])
 
     def restart(self, state: Mapping[str, Any], step: int) -> None:
-        """Give the options and the schedules of this config to optimizers that another one's were restored to.
+        """Apply the options and schedules of this config to optimizers restored from another config.
 
         Args:
-            state: of the other one's, from `state_dict`: of it, the scaling is kept.
-            step: complete steps, by which the schedules are advanced.
+            state: `state_dict` of the other config's optimizers; only its scaler is used.
+            step: number of complete steps by which to advance the schedules.
 
         Raises:
-            MismatchError: only one of the two scales gradients.
+            MismatchError: only one of the two configs scales gradients.
         """
         self._restore_scaling(state)
         for group, options in zip(self.param_groups, self._options, strict=True):
@@ -202,7 +202,7 @@ class Optimizers:
 
     @property
     def class_name(self) -> str:
-        """The class of a single optimizer; names and classes of several."""
+        """Return the class name of a single optimizer, or names and classes of several."""
         classes = {name: type(optimizer).__name__ for name, optimizer in self._made.items()}
         if self.names == (SINGLE,):
             return classes[SINGLE]
@@ -210,12 +210,12 @@ class Optimizers:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all optimizers, in their order."""
+        """Return the groups of all optimizers, in their order."""
         return [group for optimizer in self._made.values() for group in optimizer.param_groups]
 
     @property
     def state(self) -> MutableMapping[torch.Tensor, Any]:
-        """The state of every parameter, whichever optimizer has it."""
+        """Return the states of all parameters, over all optimizers."""
         if len(self._made) == 1:
             return next(iter(self._made.values())).state
         return _JoinedState(list(self._made.values()))

@@ -1,6 +1,7 @@
-"""Which optimizer and which group a parameter belongs to, by patterns on its name; and which parameters are frozen.
+"""Assign parameters to optimizers and groups by patterns on their names, and freeze parameters.
 
-Names are those of a checkpoint (`runner.checkpoint.tensors.staging.plain_name`), the same with and without wrappers.
+Parameters have the same names as in a checkpoint (`runner.checkpoint.tensors.staging.plain_name`), with and without
+wrappers.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ _MAX_NAMED = 3
 
 @dataclass(frozen=True)
 class Group:
-    """One entry of `groups`.
+    """One entry of an optimizer's `groups`.
 
     Attributes:
-        key: its key in the config.
-        patterns: of parameter names; any of them may match.
-        options: those of the optimizer for its parameters.
-        freeze: whether its parameters are not trained.
+        key: key of the group in the config.
+        patterns: patterns of parameter names. A name that matches any of them belongs to the group.
+        options: the optimizer's options for the group.
+        freeze: True if the group's parameters are not trained.
     """
 
     key: str
@@ -41,7 +42,7 @@ class Group:
 
     @staticmethod
     def all_of(key: str, node: Mapping[str, Any]) -> list[Group]:
-        """The groups of the optimizer at the config's `key`, which have passed the checks of the config."""
+        """Return the groups of the optimizer at the config's `key`. The config has checked them."""
         return [
             Group(
                 f"{key}.groups.{number}",
@@ -54,15 +55,15 @@ class Group:
 
 
 def named_parameters(model: nn.Module) -> Parameters:
-    """All parameters of a model, frozen ones too, by plain name in the model's order."""
+    """Return all parameters of a model by plain name, frozen ones too, in the order of the model."""
     return {plain_name(name): parameter for name, parameter in bare(model).named_parameters()}
 
 
 def owned(several: Mapping[str, Mapping[str, Any]], parameters: Parameters) -> dict[str, Parameters]:
-    """The parameters of each of several optimizers.
+    """Return the parameters of each of several optimizers.
 
     Raises:
-        UserError: a pattern matches nothing, or a trainable parameter belongs to none of them or to two.
+        UserError: a pattern matches nothing, or a trainable parameter belongs to no optimizer or to two.
     """
     owner: dict[str, str] = {}
     for name, node in several.items():
@@ -94,10 +95,10 @@ def owned(several: Mapping[str, Mapping[str, Any]], parameters: Parameters) -> d
 
 
 def freeze(model: nn.Module, optimizer: dict[str, Any], several: Mapping[str, Any]) -> None:
-    """Set `requires_grad` to False where a group says `freeze`; to be called before the model is wrapped.
+    """Freeze the parameters of groups with `freeze`. Call this before the model is wrapped.
 
     Raises:
-        UserError: a pattern matches nothing that it could take effect on.
+        UserError: a pattern matches no parameter, or only parameters of earlier groups.
     """
     parameters = named_parameters(model)
     parts = owned(several, parameters) if several else dict.fromkeys(optimizer_nodes(optimizer, several), parameters)
@@ -110,10 +111,10 @@ def freeze(model: nn.Module, optimizer: dict[str, Any], several: Mapping[str, An
 
 
 def assigned(groups: Sequence[Group], parameters: Collection[str]) -> list[list[str]]:
-    """The names of each group's parameters; the first group that matches a parameter has it.
+    """Return the parameter names of each group. The first group that matches a parameter gets it.
 
     Raises:
-        UserError: a pattern matches nothing, or only what earlier groups match.
+        UserError: a pattern matches no parameter, or only parameters of earlier groups.
     """
     found: list[list[str]] = []
     taken: dict[str, Group] = {}
@@ -135,14 +136,14 @@ def assigned(groups: Sequence[Group], parameters: Collection[str]) -> list[list[
 def param_groups(
     key: str, model: nn.Module, members: Parameters, groups: Sequence[Group], decay: float | None
 ) -> list[Any]:
-    """What an optimizer is created with: the parameters that no group matches, and then the groups.
+    """Return an optimizer's parameter groups: the parameters that no group matches, then the groups.
 
     Args:
-        key: of the optimizer in the config.
+        key: key of the optimizer in the config.
         model: the model.
         members: the optimizer's parameters.
-        groups: in the order of the config.
-        decay: the weight decay of matrices alone, where a group does not set its own; None: no difference is made.
+        groups: the groups, in the order of the config.
+        decay: weight decay of matrices only, if a group does not set its own; None treats all parameters alike.
 
     Raises:
         UserError: a pattern has no effect, or there is nothing to train.
@@ -173,15 +174,15 @@ def param_groups(
 def decay_groups(
     model: nn.Module, weight_decay: float, among: Collection[nn.Parameter] | None = None
 ) -> list[dict[str, Any]]:
-    """Parameter groups with weight decay for matrices only, not for biases, norms and embeddings.
+    """Return parameter groups with weight decay for matrices only, not for biases, norms and embeddings.
 
-    Decay is meant for weights whose scale hardly affects the loss; pulling norms and biases to 0 changes the function,
-    and an embedding would decay in every step but learn only in those where its token occurs.
+    Decay is meant for weights whose scale hardly affects the loss. Pulling norms and biases to 0 changes the function.
+    An embedding would decay in every step, but learn only in the steps in which its token occurs.
 
     Args:
-        model: only parameters that require a gradient are included; a tied embedding counts as an embedding.
-        weight_decay: that of the matrices, 0 or more.
-        among: only these of its parameters; None: all.
+        model: the model. Only parameters that require a gradient are included. A tied embedding counts as an embedding.
+        weight_decay: weight decay of the matrices, 0 or more.
+        among: include only these parameters; None for all.
 
     Raises:
         UserError: a negative weight_decay, or nothing to train.
@@ -199,10 +200,10 @@ def decay_groups(
 
 
 def check_options(groups: Sequence[Group], optimizer: Optimizer) -> None:
-    """Refuse options of groups that `optimizer`, which ignores what it does not know, has not.
+    """Check that `optimizer`, which ignores unknown options, has the options of its groups.
 
     Raises:
-        UserError: naming the options that it has.
+        UserError: a group has an unknown option; the message names the known ones.
     """
     known = list(optimizer.defaults)
     for group in groups:
@@ -215,7 +216,7 @@ def check_options(groups: Sequence[Group], optimizer: Optimizer) -> None:
 
 
 def with_tuples(options: dict[str, Any]) -> dict[str, Any]:
-    """`options` with betas as torch takes them: it refuses whole numbers among them."""
+    """Return `options` with `betas` as a tuple of floats, because torch refuses integers among them."""
     betas = options.get("betas")
     return {**options, "betas": tuple(float(beta) for beta in betas)} if isinstance(betas, list) else options
 

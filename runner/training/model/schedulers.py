@@ -1,4 +1,4 @@
-"""The learning-rate scheduler of an optimizer: a shipped schedule, a function of the user's, or a class of torch's."""
+"""Create the learning-rate scheduler of an optimizer: a shipped schedule, your function, or a torch class."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ from runner.errors import TrainingError, UserError
 
 
 class LearningRateScheduler(LambdaLR):
-    """LambdaLR whose learning rate is a pure function of its step index, also right after a resume.
+    """A LambdaLR whose learning rate is a pure function of its step index, also right after a resume.
 
-    `load_state_dict` sets the learning rate of the *current* factor: a run resumed with a longer schedule follows that
-    from its first step. The state contains only numbers (the factor is not saved), so it loads with weights_only=True.
+    `load_state_dict` sets the learning rate by the *current* factor, so a run that is resumed with a longer schedule
+    follows that schedule from its first step. The state contains only numbers (not the factor), so it loads with
+    weights_only=True.
 
     Args:
-        optimizer: its groups' `lr` are the base learning rates.
-        factor: step index (complete steps, from 0) -> factor; see `runner.config.schedule.learning_rate_factor`.
+        optimizer: the optimizer; its groups' `lr` are the base learning rates.
+        factor: maps the step index (complete steps, from 0) to a factor. See
+            `runner.config.schedule.learning_rate_factor`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]) -> None:
@@ -42,7 +44,7 @@ class LearningRateScheduler(LambdaLR):
         super().__init__(optimizer, plain)
 
     def step(self, epoch: int | None = None) -> None:
-        """Advance to the next step index, or to `epoch`; steps whose optimizer step was skipped count as well."""
+        """Advance to the next step index, or to `epoch`. Steps with a skipped update count as well."""
         self._step_count += 1
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         self._apply()
@@ -65,18 +67,18 @@ class LearningRateScheduler(LambdaLR):
 def make_scheduler(
     key: str, options: SchedulerConfig, optimizer: Optimizer, steps: int, phases: PhaseSchedule
 ) -> LRScheduler:
-    """The scheduler that the config's `key` describes.
+    """Create the scheduler that the config's `key` describes.
 
     Args:
-        key: for messages.
+        key: key in the config, for messages.
         options: a shipped schedule, or `_target_`: a function (step, **options) -> factor of the base learning rate, a
             class whose instances are such functions, or a class of torch.optim.lr_scheduler.
-        optimizer: its groups have the base learning rates.
-        steps: of the run.
-        phases: whose lr_scale multiplies the factor.
+        optimizer: the optimizer; its groups have the base learning rates.
+        steps: length of the run.
+        phases: the phases; their lr_scale multiplies the factor.
 
     Raises:
-        UserError: the target cannot be used, refuses its options, or sets the learning rate beside a phase.
+        UserError: the target cannot be used, refuses its options, or sets the learning rate while a phase does so too.
     """
     if options.target is None:
         return LearningRateScheduler(optimizer, learning_rate_factor(learning_rate(options, steps), phases))
@@ -105,7 +107,7 @@ def make_scheduler(
 def _parameters_of(target: Callable[..., Any]) -> list[str]:
     try:
         return list(inspect.signature(target).parameters)
-    except (ValueError, TypeError):  # some written in C have none
+    except (ValueError, TypeError):  # some functions written in C have no signature
         return []
 
 
@@ -117,11 +119,11 @@ def _called(key: str, target: str, made: partial[Any], *arguments: Any) -> Any:
 
 
 def _checked(key: str, target: str, function: Callable[[int], Any]) -> Callable[[int], float]:
-    """`function`, whose values are checked."""
+    """Return `function` with a check of its values."""
     bare = function if isinstance(function, partial) else partial(function)
     try:
         inspect.signature(bare.func).bind(*bare.args, 0, **bare.keywords)
-    except ValueError:  # some functions written in C have none
+    except ValueError:  # some functions written in C have no signature
         pass
     except TypeError as error:
         raise UserError(f"{key} ({target}) cannot be called as factor(step) with its options: {error}") from None

@@ -1,4 +1,4 @@
-"""Warm start: weights of another run, or of a file, as the initial weights of a run (`init_from`)."""
+"""Start warm: fill a new run's model with weights of another run or a file (`init_from`)."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ ABSENT = "not in the model"
 
 @dataclass(frozen=True)
 class Source:
-    """Weights by name, and where they are from.
+    """Weights by name, and their origin.
 
     Attributes:
-        text: for messages.
-        digest: SHA-256 of the file, or of the manifest of the checkpoint.
-        step: of the checkpoint; None for a file.
+        text: description for messages.
+        digest: SHA-256 of the file, or of the checkpoint's manifest.
+        step: step of the checkpoint; None for a file.
     """
 
     text: str
@@ -45,17 +45,17 @@ class Source:
     weights: Mapping[str, torch.Tensor]
 
     def record(self) -> dict[str, Any]:
-        """What tells a later attempt which weights these were."""
+        """Return the entry by which a later attempt recognizes these weights."""
         return {"source": self.text, "digest": self.digest, "step": self.step}
 
 
 def starts_warm(config: Config) -> bool:
-    """Whether a run without a checkpoint begins with the weights of another; a branch begins with its trunk's."""
+    """Check whether a new run begins with the weights of another; a branch begins with its trunk's weights."""
     return config.fork.run is None and (config.init_from.path is not None or config.init_from.run is not None)
 
 
 def start_warm(model: nn.Module, config: Config, run: RunDir, world: World) -> None:
-    """Fill a new run's model with the weights that it is to begin with: after a kill with the same ones."""
+    """Fill a new run's model with its initial weights, after a kill with the same ones."""
     if not starts_warm(config) or newest_step(run):
         return
     options, opened = config.init_from, list[Source]()
@@ -64,7 +64,7 @@ def start_warm(model: nn.Module, config: Config, run: RunDir, world: World) -> N
         opened.append(open_source(options, run, files.read_object(run.init)))
         return opened[0].record()
 
-    # On rank 0 first: what is the newest or the best may change before another rank looks.
+    # On rank 0 first: another checkpoint may be the newest or the best by the time another rank looks.
     chosen = world.run_on_main(choose)
 
     def load() -> Table:
@@ -79,15 +79,15 @@ def start_warm(model: nn.Module, config: Config, run: RunDir, world: World) -> N
 
 
 def open_source(options: InitConfig, run: RunDir, recorded: Mapping[str, Any]) -> Source:
-    """The weights that `init_from` names. Of a run with averaged weights these are taken, as for an evaluation.
+    """Open the weights that `init_from` names. If a run has averaged weights, these are used, as in an evaluation.
 
     Args:
-        options: with a path, or a run and which of its checkpoints.
-        run: that begins with them.
-        recorded: `Source.record` of an earlier attempt; empty at the first one.
+        options: a path, or a run and the choice of its checkpoint.
+        run: the run that begins with the weights.
+        recorded: `Source.record` of an earlier attempt; empty at the first attempt.
 
     Raises:
-        UserError: there are no such weights, or they are others than those of the earlier attempt.
+        UserError: there are no such weights, or they differ from the weights of the earlier attempt.
         CheckpointError: the checkpoint is corrupt.
     """
     if options.run is None:
@@ -107,7 +107,7 @@ def _of_run(run: RunDir, at: str, recorded: Mapping[str, Any]) -> Source:
         raise UserError(f"init_from: the run {run.path} is gone: put it back, beside this run for example")
     step = recorded.get("step")
     try:
-        # The best may be another by now.
+        # By now, another checkpoint may be the best.
         chosen = choice.choose(store_of(run), at if step is None else str(step))
     except UserError as error:
         began = "" if step is None else f"this run began with step {step}, whose checkpoint is needed again: "
@@ -119,12 +119,12 @@ def _of_run(run: RunDir, at: str, recorded: Mapping[str, Any]) -> Source:
 
 
 def _of_file(path: Path) -> Source:
-    """Map the file, so that its ranks on a machine share one copy in the kernel's cache."""
+    """Map the file into memory, so that the ranks of a machine share one copy in the kernel's cache."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        with files.open_regular(path, follow=True) as file:  # models from a hub are links into its cache
+        with files.open_regular(path, follow=True) as file:  # models from a hub are links into a cache
             digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
             weights = load_file(path)  # opens it once more
             read, mapped = files.stat_fd(file.fileno()), files.stat(path)
@@ -133,20 +133,21 @@ def _of_file(path: Path) -> Source:
         return Source(str(path), digest, None, weights)
     except OSError as error:
         raise UserError(f"init_from={path} cannot be read ({error.strerror or error})") from error
-    except (SafetensorError, KeyError, ValueError) as error:  # KeyError: a type of numbers that torch lacks
+    except (SafetensorError, KeyError, ValueError) as error:  # KeyError: a dtype that torch lacks
         raise UserError(f"init_from={path} is not a safetensors file ({error}): write one with safetensors") from None
 
 
 @dataclass(frozen=True)
 class Table:
-    """What became of the weights, by name.
+    """The result of a warm start for each weight, by name.
 
     Attributes:
-        loaded: copied.
-        converted: those of them that were of another type of numbers: (before, now).
-        reshaped: copied in another shape with as many values: (before, now).
-        initial: of the model, and not in the source, or of another shape: they keep their initial values.
-        left_out: of the source, and not in the model, or not matched.
+        loaded: copied weights.
+        converted: copied weights of another dtype, as (before, now).
+        reshaped: weights copied into another shape with as many values, as (before, now).
+        initial: weights that keep their initial values, because the source lacks them or has another shape; with the
+            reason.
+        left_out: weights of the source that are not in the model or not matched, with the reason.
     """
 
     loaded: list[str] = field(default_factory=list)
@@ -156,7 +157,7 @@ class Table:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Return the table as lines of text."""
         found = [f"loaded {len(self.loaded)} tensors"]
         changes = {title: {n: f"{a} -> {b}" for n, (a, b) in getattr(self, title).items()} for title in CHANGES}
         for title, entries in {**changes, "initial": self.initial, "left out": self.left_out}.items():
@@ -175,10 +176,10 @@ def fill_model(module: nn.Module, source: Source, options: InitConfig) -> Table:
     Args:
         module: the model.
         source: the weights.
-        options: which of them, and whether all must fit.
+        options: which weights to copy, and whether all must fit.
 
     Raises:
-        UserError: nothing fits, or not everything does and `init_from.strict` is true.
+        UserError: no weight fits, or some do not and `init_from.strict` is true.
     """
     target = model_state(module)[0]
     matched = {name for name in source.weights if _matches(name, options.match)}
@@ -217,7 +218,7 @@ def _copy_weight(name: str, source: Source, tensor: torch.Tensor, strict: bool, 
 
 
 def _count_tied(target: Mapping[str, torch.Tensor], table: Table) -> None:
-    """A weight with several names is loaded if one of them is: files have it once."""
+    """Count a weight with several names as loaded if one of the names is; files hold it once."""
     loaded = {_place(target[name]) for name in (*table.loaded, *table.reshaped)}
     for name in [name for name in table.initial if target[name].numel() and _place(target[name]) in loaded]:
         del table.initial[name]

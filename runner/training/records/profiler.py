@@ -25,7 +25,7 @@ class Profiler:
         steps: (first, last), counted from 1; None: nothing is recorded, at no cost.
         run: the run directory; the right to write to it is looked at before the trace is written.
         name: of the trace in `run.profile`, for chrome://tracing and Perfetto.
-        device: of the model.
+        device: device of the model.
     """
 
     def __init__(self, steps: tuple[int, int] | None, run: RunDir, name: str, device: torch.device) -> None:

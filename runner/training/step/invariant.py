@@ -47,8 +47,8 @@ class FixedMicroBatches(Division):
         task: for messages, and its state.
         optimizers: over the parameters of `model`.
         shape: how a step is split; with `micro_batches`.
-        seed: of the run.
-        device: of the model.
+        seed: seed of the run.
+        device: device of the model.
 
     Raises:
         UserError: the task takes whole steps, and some ranks would have no micro-batch.

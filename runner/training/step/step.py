@@ -246,7 +246,7 @@ class Step:
     Attributes:
         model: the model, in training mode.
         index: complete steps before this one.
-        device: of the model.
+        device: device of the model.
     """
 
     def __init__(self, maker: TrainStep, draw: Callable[[], Drawn], index: int) -> None:
