@@ -1,1 +1,1 @@
-"""Evaluations during training: held-out data, metrics, results."""
+"""Evaluate during training: held-out data, metrics, results."""

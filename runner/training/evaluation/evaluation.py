@@ -1,7 +1,8 @@
-"""Evaluation during training: the same samples each time, without touching random generators or data order.
+"""Evaluate the same samples each time, without changing random generators or data order.
 
-A result depends on the weights, the held-out samples and `eval.batch_size`, and not on the ranks: a batch always holds
-the same samples of one source, one rank computes it whole, and results are added in the order of the batches.
+A result depends on the weights, the held-out samples and `eval.batch_size`, but not on the number of ranks. A batch
+always holds the same samples of one source, one rank computes it alone, and results are added in the order of the
+batches.
 """
 
 from __future__ import annotations
@@ -29,30 +30,30 @@ from runner.training.step.tasks import FOR_METRICS, Batch, check_weights, per_sa
 
 @dataclass
 class Evaluation:
-    """All sets, and the metrics that are computed of each."""
+    """The held-out sets of a run, and the metrics of each."""
 
     forward: Forward
     sets: Sequence[EvaluationSet]
     metrics: Sequence[EvaluationMetric] = ()
-    seed: int = 0  # of what the task and the metrics draw
-    best_metric: str = BEST_METRIC  # which result a checkpoint is judged by
-    needs_best: bool = False  # the evaluations have to give it
-    at_end: bool = False  # evaluate the last step also where that is off the cadence
+    seed: int = 0  # for random numbers of the task and the metrics
+    best_metric: str = BEST_METRIC  # the result by which a checkpoint is judged
+    needs_best: bool = False  # the evaluations have to compute it
+    at_end: bool = False  # evaluate the last step even if it is off the cadence
 
     @staticmethod
     def open(config: Config, forward: Forward, average: Average | None, epochs: EpochSteps) -> Evaluation | None:
-        """Open the held-out data of the config; None without any. The averaged weights are evaluated if there are some.
+        """Open the held-out data of the config, or return None without any. Averaged weights take precedence.
 
         Args:
             config: config of the run.
-            forward: what is computed.
-            average: of the weights.
-            epochs: epochs of the training data.
+            forward: the model and the task's computation.
+            average: averaged weights, evaluated instead of the model's; None without.
+            epochs: steps of the epochs of the training data.
 
         Raises:
             UserError: the data, the task or a metric does not fit.
         """
-        build.seed_everything(config.seed)  # held-out data and metrics may draw when they are created
+        build.seed_everything(config.seed)  # held-out data and metrics may draw random numbers when created
         if average is not None:
             forward = replace(forward, model=average.module)
         sets = evaluation_sets(config, forward.world, epochs)
@@ -64,11 +65,11 @@ class Evaluation:
         return Evaluation(forward, sets, metrics, config.seed, best, needs_best, at_end) if sets else None
 
     def due(self, step: int) -> bool:
-        """Whether to evaluate any set after `step` complete steps."""
+        """Check whether any set is evaluated after `step` complete steps."""
         return any(each.due(step) for each in self.sets)
 
     def complete(self, step: int) -> bool:
-        """Whether every set is evaluated after `step` complete steps."""
+        """Check whether every set is evaluated after `step` complete steps."""
         return all(each.due(step) for each in self.sets)
 
     def run(
@@ -77,13 +78,13 @@ class Evaluation:
         """Return the results over all ranks: `eval_loss`, `eval_accuracy`, `eval_SET_loss`, ….
 
         Args:
-            step: completed steps.
-            stop: whether to give up.
-            every_set: evaluate the sets that are not due as well.
-            turns: how many batches each rank computes of each source; None: all.
+            step: number of complete steps.
+            stop: returns True to give up; agreed across ranks and called before each batch.
+            every_set: also evaluate sets that are not due.
+            turns: number of batches that each rank computes of each source; None for all.
 
         Returns:
-            None if `stop()`, agreed across ranks and asked before each turn, is true.
+            The results by name, or None if `stop()` returned True.
 
         Raises:
             UserError: the task or a metric does not fit; or a stream is empty.
@@ -104,10 +105,10 @@ class Evaluation:
         return results
 
     def judge(self, step: int, results: dict[str, Any]) -> float | None:
-        """Return the number by which the checkpoint of `step` is judged; None if it is not among its `results`.
+        """Return the metric by which the checkpoint of `step` is judged; None if `results` lacks it.
 
         Raises:
-            UserError: it is not, although the best are kept and all was evaluated that there is.
+            UserError: `results` lacks it, although the best checkpoints are kept and every set was evaluated.
         """
         if self.needs_best and self.complete(step):
             check_name("checkpoint.best.metric", self.best_metric, results)
@@ -115,12 +116,13 @@ class Evaluation:
         return number if isinstance(number, float) else None
 
     def check_names(self, judged: Mapping[str, str | None]) -> None:
-        """Compute a batch of each source and refuse what its results lack: before the training, and not hours later.
+        """Evaluate one batch of each source and check that the results have the named metrics.
 
-        A compiled model is left alone: which shapes it meets first may change what is compiled.
+        This finds a wrong name before training rather than hours later. A compiled model is not checked, because the
+        shapes that it meets first may change what is compiled.
 
         Args:
-            judged: the setting -> the result that it names, if any.
+            judged: maps a setting to the result that it names, if any.
 
         Raises:
             UserError: there is no such result, or the task or a metric does not fit.
@@ -133,7 +135,7 @@ class Evaluation:
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """The model in evaluation mode, without gradients; random generators and the mode are put back."""
+        """Put the model in evaluation mode without gradients; restore the mode and the generators afterwards."""
         self.forward.model.eval()
         try:
             with generators.lent(), torch.no_grad():
@@ -143,10 +145,10 @@ class Evaluation:
 
 
 def check_name(key: str, name: str, results: Mapping[str, Any]) -> None:
-    """Check that evaluations give the number that a setting names.
+    """Check that evaluations compute the number that a setting names.
 
     Raises:
-        UserError: they do not.
+        UserError: they do not compute it.
     """
     numbers = [each for each, value in results.items() if isinstance(value, int | float)]
     if name not in numbers:
@@ -178,7 +180,7 @@ class _Pass:
             for number, batch in islice(data.turns(self.forward.world), self.turns):
                 if stop():
                     return None
-                build.seed_everything(self.seed, place, number or 0)  # whichever rank computes the batch
+                build.seed_everything(self.seed, place, number or 0)  # the same numbers on any rank
                 outputs = self.forward.evaluate(batch)
                 sums = self._sums_of(outputs, batch)
                 if number is not None:
@@ -191,7 +193,7 @@ class _Pass:
         return self._results(accumulated)
 
     def _sums_of(self, outputs: Any, batch: Batch) -> dict[str, list[float]]:
-        """Sum the values of a batch, by name, and their weights; the values of a metric's function count once each."""
+        """Sum the weighted values of a batch and their weights, by name. A metric's function has weights of 1."""
         given = per_sample(self.forward.task.name, outputs, None)
         samples = len(given.values["loss"])
         weight = torch.ones(samples).double() if given.weight is None else given.weight.double().cpu()
@@ -207,7 +209,7 @@ class _Pass:
         return sums
 
     def _add(self, source: str, parts: list[tuple[int, dict[str, list[float]]]]) -> None:
-        """Add the sums of a source's batches, in their order, whichever rank computed them."""
+        """Add the sums of a source's batches in the order of the batches, from all ranks."""
         everywhere = sorted(
             (part for rank in self.forward.world.gather(parts) for part in rank), key=lambda part: part[0]
         )

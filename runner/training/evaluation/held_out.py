@@ -1,4 +1,4 @@
-"""The held-out data of an evaluation: which samples it takes, in which batches, and which rank computes them."""
+"""Choose the held-out samples of an evaluation, their batches, and the rank that computes each batch."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from runner.training.model import build
 from runner.training.step.tasks import Batch
 
 Turn = tuple[int | None, Batch]
-"""The number of a batch within its source, None where it is computed for the sake of the other ranks; and the batch."""
+"""The number of a batch within its source, and the batch. The number is None if the batch is computed only because the
+other ranks need this rank in their forward pass."""
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Which samples of a source an evaluation takes, and which rank computes them.
+    """The samples of a source for an evaluation, split into batches and over ranks.
 
     Attributes:
         samples: the size of the source, 1 or more.
         batch_size: samples per batch; the last batch may have fewer.
-        limit: batches at most.
-        first: where the source begins in the dataset that holds all of them.
+        limit: the largest number of batches.
+        first: first index of the source in the dataset that joins all sources.
     """
 
     samples: int
@@ -46,22 +47,22 @@ class HeldOut:
         return min(-(-self.samples // self.batch_size), self.limit)
 
     def indices(self, batch: int) -> list[int]:
-        """The samples of a batch."""
+        """Return the dataset indices of a batch."""
         start = batch * self.batch_size
         return [self.first + index for index in range(start, min(start + self.batch_size, self.samples))]
 
     def turns(self, world: World) -> range:
-        """The numbers of the batches that this rank passes through the model, one in each turn, as many on every rank.
+        """Return the numbers of the batches that this rank computes, as many on every rank.
 
-        FSDP's ranks need each other in every forward pass. A rank whose number in the last turn is `batches` or more
-        repeats one of the first batches, and the result does not count.
+        FSDP's ranks need each other in every forward pass. A rank whose last number is `batches` or more repeats one of
+        the first batches, and its result does not count.
         """
         return range(world.rank, -(-self.batches // world.size) * world.size, world.size)
 
 
 @dataclass(frozen=True)
 class RankBatches:
-    """The samples of this rank's turns, for a DataLoader."""
+    """Iterate over the sample indices of this rank's batches, for a DataLoader."""
 
     held_out: HeldOut
     world: World
@@ -72,7 +73,7 @@ class RankBatches:
 
 @dataclass(frozen=True)
 class MapSource:
-    """A held-out source with a length. `batches` are those of `held_out.turns`, and are iterated anew each time."""
+    """A held-out source with a length. `batches` follow `held_out.turns` and can be iterated several times."""
 
     held_out: HeldOut
     batches: Iterable[Batch]
@@ -84,7 +85,7 @@ class MapSource:
 
 @dataclass(frozen=True)
 class StreamSource:
-    """A held-out stream: every rank reads all of it and computes its part. `batches` is iterated anew each time."""
+    """A held-out stream. Every rank reads all of it and computes its part. Each pass iterates `batches` anew."""
 
     batches: Iterable[Batch]
     limit: int
@@ -100,7 +101,7 @@ class StreamSource:
 
 @dataclass(frozen=True)
 class StreamBatches:
-    """An iterable dataset in batches, read as one shard from its start at each iteration.
+    """Iterate over an iterable dataset in batches, as one shard, from its start at each iteration.
 
     Raises:
         UserError: the dataset is its own iterator, which cannot start again.
@@ -109,7 +110,7 @@ class StreamBatches:
     dataset: Any
     batch_size: int
     collate: Callable[[Any], Any]
-    seed: int = 0  # of what it draws
+    seed: int = 0  # for random numbers of the dataset
 
     def __iter__(self) -> Iterator[Batch]:
         build.seed_everything(self.seed)
@@ -121,7 +122,7 @@ class StreamBatches:
                 "again: write __iter__ as a generator, or return a new iterator"
             )
         for number in count(1):
-            build.seed_everything(self.seed, number)  # whatever was computed between two batches
+            build.seed_everything(self.seed, number)  # code between two batches may draw random numbers
             with Acting((0, 1), 0):
                 samples = list(islice(items, self.batch_size))
             if not samples:
@@ -131,13 +132,13 @@ class StreamBatches:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Sources that are evaluated together, and each by itself.
+    """Sources that are evaluated together and separately.
 
     Attributes:
-        name: of the set; empty for the one of all sources.
-        sources: by name.
-        every_steps: evaluate at every multiple of this step; 0: not by steps.
-        completes_epoch: step -> whether an epoch, or as many as make up the cadence, are complete then.
+        name: name of the set; empty for the set of all sources.
+        sources: sources by name.
+        every_steps: evaluate at every multiple of this step; 0 for no evaluation by steps.
+        completes_epoch: maps a step to True if it completes an epoch, or the number of epochs of the cadence.
         at_start: evaluate before the first step.
     """
 
@@ -148,7 +149,7 @@ class EvaluationSet:
     at_start: bool = False
 
     def due(self, step: int) -> bool:
-        """Whether to evaluate after `step` complete steps."""
+        """Check whether the set is evaluated after `step` complete steps."""
         if step == 0:
             return self.at_start
         return (self.every_steps > 0 and step % self.every_steps == 0) or self.completes_epoch(step)
@@ -159,15 +160,15 @@ class EvaluationSet:
 
 
 def evaluation_sets(config: Config, world: World, epochs: EpochSteps | None = None) -> list[EvaluationSet]:
-    """Open the one of all held-out sources and those of `eval.sets`, without those that are never evaluated.
+    """Open the set of all held-out sources and the sets of `eval.sets`, except sets that are never evaluated.
 
     Args:
         config: config of the run.
         world: the ranks.
-        epochs: of the training data; None: nothing is due by epochs.
+        epochs: steps of the epochs of the training data; None if no set is due by epochs.
 
     Raises:
-        UserError: a source cannot be read, or none of a set has samples.
+        UserError: a source cannot be read, or no source of a set has samples.
     """
     if not config.evaluates:
         return []
@@ -186,7 +187,7 @@ def evaluation_sets(config: Config, world: World, epochs: EpochSteps | None = No
 
 
 class _Sources:
-    """Opens the held-out sources once, for all sets."""
+    """Open the held-out sources once, for all sets."""
 
     def __init__(self, config: Config, world: World) -> None:
         self._config, self._world = config, world

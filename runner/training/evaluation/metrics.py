@@ -1,8 +1,8 @@
-"""Metrics of an evaluation: objects with `update` and `compute`, as torchmetrics has them, or functions of a batch.
+"""Compute metrics: objects with `update` and `compute`, as in torchmetrics, or functions of a batch.
 
-The arguments of `update` are taken by name from what the task's evaluation step returned, then from the batch. A metric
-with a state is updated on rank 0 with every batch in its order, so that its value is that of a single process on any
-number of ranks, whether or not it knows how to merge its states.
+The arguments of `update` are taken by name from the output of the task's evaluation step, then from the batch. A metric
+with a state is updated on rank 0 with every batch in order. So its value on any number of ranks is the same as in a
+single process, even if it cannot merge states.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def build_metrics(config: Config, device: torch.device) -> list[EvaluationMetric]:
-    """The metrics of `eval.metrics`.
+    """Create the metrics of `eval.metrics`.
 
     Raises:
-        UserError: one cannot be created, or is neither a metric nor a function.
+        UserError: a metric cannot be created, or is neither a metric nor a function.
     """
     return [
         _metric(name, node, device)
@@ -58,7 +58,7 @@ def _metric(name: str, node: dict[str, Any], device: torch.device) -> Evaluation
         metric.to(device)
         for module in metric.modules():
             if hasattr(module, "distributed_available_fn"):
-                setattr(module, "distributed_available_fn", _not_available)  # noqa: B010 rank 0 alone has a state
+                setattr(module, "distributed_available_fn", _not_available)  # noqa: B010 only rank 0 has a state
     return EvaluationMetric(name, where, metric, dict(takes), _arguments(where, metric.update), False)
 
 
@@ -75,15 +75,15 @@ def _arguments(where: str, function: Any) -> dict[str, inspect.Parameter]:
 
 @dataclass(frozen=True)
 class EvaluationMetric:
-    """One metric.
+    """A metric of the config, with the names of its arguments.
 
     Attributes:
-        name: as in the config; the result is `eval_NAME`.
+        name: name in the config; the result is `eval_NAME`.
         where: key and target, for messages.
-        made: the metric, or the function.
-        takes: entry by argument, where their names differ.
-        arguments: of `update` or of the function.
-        is_per_sample: a function that gives one value per sample.
+        made: the metric object or function.
+        takes: maps an argument to the entry that it takes, if the names differ.
+        arguments: arguments of `update` or of the function.
+        is_per_sample: True for a function that returns one value per sample.
     """
 
     name: str
@@ -94,11 +94,11 @@ class EvaluationMetric:
     is_per_sample: bool
 
     def fresh(self) -> Any:
-        """A metric without state."""
+        """Return a copy of the metric without state; None for a function."""
         return None if self.is_per_sample else copy.deepcopy(self.made)
 
     def values(self, outputs: Any, batch: Batch, model: nn.Module, samples: int, device: torch.device) -> torch.Tensor:
-        """What the function gives for a batch, shape (B,)."""
+        """Return the function's values for a batch, shape (B,)."""
         batch = to_device(batch, device)
         more = {"model": model, "batch": batch, "outputs": outputs}
         found = self._call(self.made, self._chosen(outputs, batch, more))
@@ -108,10 +108,12 @@ class EvaluationMetric:
         return found
 
     def update(self, metrics: Sequence[Any], data: tuple[Any, Batch] | None, forward: Forward) -> None:
-        """Update `metrics` on rank 0 with the batch of each rank; to be called by all ranks together.
+        """Update `metrics` on rank 0 with the batch of each rank. Call this on all ranks together.
 
         Args:
+            metrics: the metric's copies, over all sources and for this source.
             data: outputs and batch of this rank; None if they do not count.
+            forward: provides the ranks and the device.
         """
         chosen = None if data is None else self._chosen(*data, {})
         if forward.world.size > 1:
@@ -129,7 +131,7 @@ class EvaluationMetric:
         forward.world.run_on_main(update)
 
     def results(self, metrics: dict[str | None, Any], world: World) -> dict[str, Any]:
-        """The values by name, and by source where there are several; the same on every rank."""
+        """Return the values by name, and by source if there are several; the same on every rank."""
 
         def compute() -> dict[str, Any]:
             found: dict[str, Any] = dict(self._floats(self._call(metrics[None].compute, {})))
@@ -145,7 +147,7 @@ class EvaluationMetric:
         return world.run_on_main(compute)
 
     def _chosen(self, outputs: Any, batch: Batch, more: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of `update`, by name."""
+        """Return the arguments of `update` by name."""
         named = dict(outputs) if isinstance(outputs, Mapping) else {"loss": outputs}
         entries = {**more, **(batch if isinstance(batch, Mapping) else {}), **named}
         chosen: dict[str, Any] = {}
@@ -175,7 +177,7 @@ class EvaluationMetric:
             raise UserError(f"{self.where}: {reason}" + (f" (called with {shapes})" if shapes else "")) from error
 
     def _floats(self, value: Any) -> dict[str, float]:
-        """The numbers in what `compute` returned: one, or one for each key or element."""
+        """Convert the value of `compute` to numbers by name; a mapping or vector gives several."""
         if isinstance(value, Mapping):
             parts = {f"{self.name}_{key}": part for key, part in value.items()}
         elif isinstance(value, torch.Tensor) and value.ndim == 1:

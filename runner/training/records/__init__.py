@@ -1,1 +1,1 @@
-"""What training records: metrics, timings, profiles, and its entries in the train state."""
+"""Record a run: metrics, timings, profiles, and the runner's entries in the train state."""

@@ -1,4 +1,4 @@
-"""torch.profiler's trace of some steps: `train.profile=first:last`."""
+"""Write torch.profiler's trace of some steps: `train.profile=first:last`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _log = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Records the steps from `first` to `last` of this attempt, as far as it makes them, and writes one trace.
+    """Record the steps from `first` to `last` that this attempt makes, and write one trace.
 
     Args:
-        steps: (first, last), counted from 1; None: nothing is recorded, at no cost.
-        run: the run directory; the right to write to it is looked at before the trace is written.
-        name: of the trace in `run.profile`, for chrome://tracing and Perfetto.
+        steps: (first, last), counted from 1; None records nothing, at no cost.
+        run: the run directory; the lease is checked before the trace is written.
+        name: name of the trace in `run.profile`, for chrome://tracing and Perfetto.
         device: device of the model.
     """
 
@@ -40,7 +40,7 @@ class Profiler:
     def open(
         config: Config, run: RunDir, world: World, log: AttemptLog | None, step: int, device: torch.device
     ) -> Profiler:
-        """Profile the steps of `train.profile` that are still to be made; the trace is named after the attempt."""
+        """Profile the remaining steps of `train.profile`. The trace is named after the attempt."""
         steps = profiled_steps(config.train.profile or "")
         if steps is None or steps[1] <= step:
             return Profiler(None, run, "", device)
@@ -48,7 +48,7 @@ class Profiler:
         return Profiler(steps, run, f"attempt{attempt}-rank{world.rank}.json", device)
 
     def begin(self, step: int) -> None:
-        """Step number `step` is about to be made."""
+        """Start to record step number `step`, if it is to be profiled."""
         if not self._first <= step <= self._last:
             return
         if self._profile is None:
@@ -61,7 +61,7 @@ class Profiler:
         self._step.enter_context(torch.profiler.record_function(f"step {step}"))
 
     def end(self, step: int) -> None:
-        """Step number `step` is complete."""
+        """Record the end of step number `step`; after the last one, write the trace."""
         self._end_step()
         if step == self._last:
             self.close()
@@ -72,7 +72,7 @@ class Profiler:
             self._step = None
 
     def close(self) -> None:
-        """Write what was recorded; an error is reported, and training continues."""
+        """Write the recorded trace. An error is reported, and training continues."""
         profile, self._profile = self._profile, None
         if profile is None:
             return
@@ -84,7 +84,7 @@ class Profiler:
             with files.owned():
                 profile.export_chrome_trace(str(temporary))
             files.rename(temporary, self._path)
-        except SupersededError:  # the training thread finds out by itself
+        except SupersededError:  # the training thread notices this as well
             return
         except (OSError, RuntimeError) as error:
             with suppress(OSError):

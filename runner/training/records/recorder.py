@@ -1,8 +1,8 @@
-"""Where the records of a run go. Rank 0 has a `RunRecorder`; the other ranks have a `Recorder`.
+"""Write the records of a run. Rank 0 has a `RunRecorder`, and the other ranks have a `Recorder`.
 
-metrics.jsonl takes what the run determines, timings.jsonl what the machine determines. A full disk does not stop
-training: records wait in memory until they can be written, and no checkpoint is committed before the metrics up to its
-step are durable.
+metrics.jsonl holds values that the run determines, and timings.jsonl values that the machine determines. A full disk
+does not stop training: records wait in memory until they can be written. No checkpoint is committed before the metrics
+up to its step are durable.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ TIMINGS_EVERY_STEPS = 10
 
 
 class Recorder:
-    """Takes all that a run records, and writes nothing: what the ranks other than 0 have."""
+    """A recorder that writes nothing, for ranks other than 0."""
 
     state: str = FAILED
-    """How the attempt ended, for the loggers: see `runner.metrics.lineage`."""
+    """The end of the attempt, for the loggers. See `runner.metrics.lineage`."""
     reason: str | None = None
-    """Why the run ended before its last step."""
+    """The reason why the run ended before its last step."""
 
     def step(self, record: dict[str, Any], seconds: float, samples: int, tokens: int | None = None) -> None: ...
 
@@ -54,7 +54,7 @@ class Recorder:
 
 @dataclass
 class RunRecorder(Recorder):
-    """Writes the run directory's records, the loggers, the progress display and the status."""
+    """Write the run directory's records, the loggers, the progress display and the status."""
 
     metrics: JsonlWriter
     timings: JsonlWriter
@@ -64,30 +64,30 @@ class RunRecorder(Recorder):
     meter: StepMeter
     last_save: Callable[[], Mapping[str, Any] | None]
     add_evaluation: Callable[[dict[str, Any]], object] = lambda record: None
-    """Adds a result to those of `runner evaluate`."""
+    """Adds a result to the results of `runner evaluate`."""
     state: str = FAILED
     reason: str | None = None
     _waiting: list[dict[str, Any]] = field(default_factory=list)
     _seconds: float = 0.0
     _samples: int = 0
-    _tokens: int | None = 0  # None: the data have none
+    _tokens: int | None = 0  # None if the data have no tokens
     _reported_save: int | None = None
     _interval: str = ""
 
     def about(self, lineage: Lineage) -> None:
-        """Pass what is known of the run to the loggers that show it."""
+        """Pass the run's lineage to the loggers that show it."""
         for writer in self.writers:
             if hasattr(writer, "about"):
                 writer.about(lineage)
 
     def step(self, record: dict[str, Any], seconds: float, samples: int, tokens: int | None = None) -> None:
-        """Write one step's record.
+        """Write the record of one step.
 
         Args:
             record: the line of metrics.jsonl.
-            seconds: how long the step took.
-            samples: of all ranks.
-            tokens: of all ranks; None if the data have none.
+            seconds: duration of the step.
+            samples: number of samples of all ranks.
+            tokens: number of tokens of all ranks; None if the data have none.
         """
         self._write(record)
         self._seconds += seconds
@@ -104,18 +104,18 @@ class RunRecorder(Recorder):
             self._write_timing(record["step"], {name: speed for name, speed in speeds.items() if speed is not None})
 
     def _speeds(self) -> dict[str, Any]:
-        """Samples and tokens per second since the last line of timings.jsonl; None for tokens that there are not."""
+        """Return samples and tokens per second since the last line of timings.jsonl; tokens may be None."""
         seconds = self._seconds or math.inf
         tokens = None if self._tokens is None else self._tokens / seconds
         return {"samples_per_s": self._samples / seconds, "tokens_per_s": tokens}
 
     def evaluation(self, record: dict[str, Any]) -> None:
-        """Write one evaluation's record."""
+        """Write the record of one evaluation."""
         self._write(record)
         self._show_evaluation(record)
 
     def last_evaluation(self, record: dict[str, Any]) -> None:
-        """Write the record of an evaluation off the cadence: it is no part of the metrics."""
+        """Write the record of an evaluation off the cadence, outside of metrics.jsonl."""
         try:
             self.add_evaluation(record)
         except SupersededError:
@@ -133,7 +133,7 @@ class RunRecorder(Recorder):
         self.bar.say(f"step {record['step']}: {shown}")
 
     def before_save(self) -> bool:
-        """Make every record so far durable; False if the disk refuses (then nothing may be committed)."""
+        """Sync all records to disk. Return False if the disk fails: then no checkpoint may be committed."""
         try:
             self._drain()
             self.metrics.sync()
@@ -144,7 +144,7 @@ class RunRecorder(Recorder):
         return True
 
     def cadence(self, explanation: str) -> None:
-        """How often checkpoints are saved and why: into the status, and onto the screen when the interval changes."""
+        """Write the cadence of checkpoints and its reason to the status; print it when the interval changes."""
         interval = explanation.partition(":")[0]
         if interval != self._interval:
             self._interval = interval
@@ -152,14 +152,14 @@ class RunRecorder(Recorder):
         self.log.update(cadence=explanation)
 
     def callback(self, step: int, moment: str, values: dict[str, float]) -> None:
-        """What callbacks logged at a moment that depends on kills: a line of the timings, and the loggers."""
-        with suppress(OSError):  # as with every timing
+        """Log values of callbacks from a moment that depends on kills: in timings.jsonl and the loggers."""
+        with suppress(OSError):  # timings may be lost
             self.timings.write({"step": step, "time": clock.wall(), "callback": moment, **values})
         for writer in self.writers:
             writer.write({"step": step, **values})
 
     def media(self, media: Media) -> None:
-        """Write the file of an image or a text, and let the loggers show it that can."""
+        """Write the file of an image or a text, and pass it to the loggers that can show it."""
         content = media.content.encode() if isinstance(media.content, str) else media.content
         try:
             self.log.run.make_dirs(media.path.parent)
@@ -168,16 +168,16 @@ class RunRecorder(Recorder):
             self.warn(f"{media.path} could not be written ({error.strerror or error}): it is lost")
             return
         for writer in self.writers:
-            if hasattr(writer, "media"):  # a writer of the user's own may have no place for it
+            if hasattr(writer, "media"):  # a user's writer may not support it
                 writer.media(media)
 
     def warn(self, message: str) -> None:
-        """An error that training survives: into the status and onto the screen."""
+        """Report an error that training survives, in the status and on the screen."""
         self.bar.say(f"warning: {message}")
         self.log.warn(message)
 
     def close(self) -> None:
-        """Flush and close everything; records that still cannot be written are reported and keep the run unfinished."""
+        """Flush and close everything. Report records that still cannot be written; they keep the run unfinished."""
         try:
             insist(self._drain, self.metrics.path)
         except FileError as error:
@@ -199,7 +199,7 @@ class RunRecorder(Recorder):
             self.warn(f"{self.timings.path.name} could not be closed: {error}")
             return
         if not self.log.lost_records:
-            with suppress(OSError, SupersededError):  # the next attempt copies them
+            with suppress(OSError, SupersededError):  # the next attempt copies the records
                 withdraw(self.log.run)
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -207,7 +207,7 @@ class RunRecorder(Recorder):
         try:
             self._drain()
         except OSError as error:
-            if len(self._waiting) == 1:  # reported once, not at every step
+            if len(self._waiting) == 1:  # report once, not at every step
                 self.warn(f"metrics are kept in memory until they can be written: {error.strerror or error}")
         for writer in self.writers:
             writer.write(record)
@@ -219,7 +219,7 @@ class RunRecorder(Recorder):
 
     def _write_timing(self, step: int, speeds: dict[str, float]) -> None:
         record: dict[str, Any] = {"step": step, "time": clock.wall()}
-        save = dict(self.last_save() or {})  # a thread changes it
+        save = dict(self.last_save() or {})  # another thread changes it
         if save and save["step"] != self._reported_save:
             self._reported_save = save["step"]
             record["save"] = save
@@ -229,7 +229,7 @@ class RunRecorder(Recorder):
         try:
             self.timings.write(record)
         except OSError:
-            return  # measured again ten steps later
+            return  # the next timing comes ten steps later
         for writer in self.writers:
             writer.write({"step": step, **figures, **_flat_save(record.get("save"))})
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, and how much memory the process takes."""
+"""Measure the time of each part of a step, and the memory of the process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 class StepMeter:
-    """Adds up the seconds of steps; the figures are means over the steps since the last ones.
+    """Add up the seconds of steps; report means over the steps since the last report.
 
-    `data_wait_s`: waiting for batches. `communication_s`: the runner's own collectives, which includes waiting for a
-    slower rank. `callbacks_s`: in `on_step_end`, if there are callbacks. `compute_s`: the rest of `step_s`, with what
-    DDP and FSDP exchange while they compute.
+    `data_wait_s`: waiting for batches. `communication_s`: the runner's own collectives, including the wait for a slower
+    rank. `callbacks_s`: `on_step_end` of callbacks, if there are any. `compute_s`: the rest of `step_s`, including the
+    communication of DDP and FSDP while they compute.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,10 +26,10 @@ class StepMeter:
         self._step_s = self._data_s = self._communication_s = self._callbacks_s = 0.0
         self._all_s = self._all_data_s = 0.0
         self._communicated = 0.0
-        self._pending = [0.0, 0.0]  # of the step that is being made: waiting for data, in callbacks
+        self._pending = [0.0, 0.0]  # of the step in progress: waiting for data, in callbacks
 
     def begin(self, draw: Callable[[], T]) -> Callable[[], T]:
-        """A step begins; `draw`, timed."""
+        """Begin a step; return `draw` with its time measured."""
         self._communicated = distributed.waited.seconds
         self._pending = pending = [0.0, 0.0]
 
@@ -43,11 +43,11 @@ class StepMeter:
         return timed
 
     def callbacks(self, seconds: float) -> None:
-        """So long took the callbacks of this step."""
+        """Add the seconds that callbacks took in this step."""
         self._pending[1] += seconds
 
     def end(self, seconds: float) -> None:
-        """The step took so long altogether."""
+        """End the step, which took `seconds` in total."""
         data_s, callbacks_s = self._pending
         self._steps += 1
         self._step_s += seconds
@@ -59,11 +59,11 @@ class StepMeter:
 
     @property
     def data_wait(self) -> float:
-        """The share of all steps so far that was spent waiting for data."""
+        """Return the share of all steps so far that was spent waiting for data."""
         return self._all_data_s / self._all_s if self._all_s else 0.0
 
     def take(self) -> dict[str, Any]:
-        """The figures of the steps since the last call; seconds are means per step, bytes the peak so far."""
+        """Return the figures of the steps since the last call: mean seconds per step, and peak bytes so far."""
         count, self._steps = max(self._steps, 1), 0
         parts = {"data_wait_s": self._data_s, "communication_s": self._communication_s}
         if self._callbacks_s:

@@ -1,4 +1,4 @@
-"""The runner's own entries in the train state, beside those of `runner.checkpoint.build_train_state`."""
+"""Define the runner's own entries in the train state, next to `runner.checkpoint.build_train_state`'s."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from runner.errors import CheckpointError
 
 @dataclass(frozen=True)
 class RunState:
-    """What a resume needs besides weights, optimizer, random generators, scheduler and loader.
+    """The state that a resume needs apart from weights, optimizer, random generators, scheduler and loader.
 
     Attributes:
-        order: of the consumption (see `runner.training.data.consumption`); empty for a loader that is not tracked.
-        evaluated: whether the evaluation at this step is in the metrics already.
-        threads: CPU threads of torch: their number decides how sums are split.
-        batch_shapes: how the steps so far were divided among ranks and micro-batches.
+        order: state of the consumption (see `runner.training.data.consumption`); empty for a loader that is not
+            tracked.
+        evaluated: True if the metrics already have the evaluation of this step.
+        threads: number of CPU threads of torch, which decides how sums are split.
+        batch_shapes: the split of the steps so far over ranks and micro-batches.
         task: state of the task on each rank; empty if it has none.
         data_plan: the part of the config that determines the data order (see `runner.training.data.order.data_plan`).
         callbacks: state of each callback that has one, by name.
-        dropped_callbacks: what the code and the options of those were that raised and were left out, by name.
+        dropped_callbacks: digest of code and options of each callback that raised and was left out, by name.
         samples_seen: samples trained on so far, over all ranks.
-        stop_asked: that a callback asks for the end of the run at this step (see `runner.training.ending`); mostly
-            empty.
-        seed: of the random numbers of rank-invariant steps: that of the run, unless a branch has changed it.
+        stop_asked: a callback's request to end the run at this step (see `runner.training.ending`); mostly empty.
+        seed: seed of rank-invariant steps: the run's seed, unless a branch has changed it.
     """
 
     order: dict[str, Any]
@@ -44,15 +44,15 @@ class RunState:
     seed: int = 0
 
     def to_extra(self) -> dict[str, Any]:
-        """The entries for `build_train_state(extra=...)`: numbers, strings, lists and dicts only."""
+        """Return the entries for `build_train_state(extra=...)`: only numbers, strings, lists and dicts."""
         return {**vars(self), "batch_shapes": [asdict(shape) for shape in self.batch_shapes]}
 
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any]) -> RunState:
-        """The entries out of a train state or its extra part, which may contain others.
+        """Read the entries from a train state or its extra part, which may contain other entries.
 
         Raises:
-            CheckpointError: an entry is missing, or a batch shape is not one.
+            CheckpointError: an entry is missing, or a batch shape is invalid.
         """
         missing = [name for name in cls.__dataclass_fields__ if name not in extra]
         if missing:

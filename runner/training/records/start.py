@@ -1,4 +1,4 @@
-"""Opens the records of a run at the step where an attempt begins or resumes it, and states where that is."""
+"""Open the records of a run at the step where an attempt begins, and report that step."""
 
 from __future__ import annotations
 
@@ -36,12 +36,18 @@ def open_recorder(
     """Truncate the metrics to `step` and open them, with the loggers of the config.
 
     Args:
-        evaluated: whether they have the evaluation at `step`.
-        trunk: of a branch.
-        last_save: see `RunRecorder`, as `add_evaluation`.
+        run: the run directory.
+        config: config of the run.
+        log: the attempt log.
+        meter: measures the steps.
+        step: number of complete steps.
+        evaluated: True if the evaluation at `step` belongs to the metrics.
+        trunk: run directory of a branch's trunk; None if the run is no branch.
+        last_save: returns the figures of the last save, if there was one.
+        add_evaluation: adds a result to the results of `runner evaluate`.
 
     Raises:
-        FileError: the disk refuses.
+        FileError: the disk fails again and again.
         SupersededError: a newer attempt holds the lease.
     """
     log.total = config.steps
@@ -72,7 +78,7 @@ def open_recorder(
 
 
 def lineage(run: RunDir, config: Config, trunk: RunDir | None, attempt: int) -> Lineage:
-    """Return what loggers show of a run beside its numbers."""
+    """Return the facts about a run that loggers show with its numbers."""
     fork, best = config.fork, config.checkpoint.best
     settings: dict[str, Any] = {}
     with suppress(OSError, ValueError):
@@ -82,9 +88,9 @@ def lineage(run: RunDir, config: Config, trunk: RunDir | None, attempt: int) -> 
 
 
 def show_start(recorder: RunRecorder, config: Config, step: int, ranks: int) -> None:
-    """State at which step and with how many ranks the attempt begins, and what it repeats."""
+    """Report the step and the number of ranks with which the attempt begins, and the steps that it repeats."""
     log = recorder.log
-    if config.train.epochs is not None:  # otherwise the command has said so
+    if config.train.epochs is not None:  # otherwise the command has warned of them
         for message in unreached_phases(config.phases, config.steps):
             recorder.bar.say(f"warning: {message}")
     lost = log.earlier[-1].get("steps_lost") if log.earlier else 0

@@ -1,4 +1,4 @@
-"""Shows the warnings of our modules while an attempt trains, and records them in its status."""
+"""Show the warnings of the runner's modules while an attempt trains, and record them in its status."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from runner.rundir.attempt_log import AttemptLog
 from runner.system import processes
 
 LOGGERS = ("runner", "exactdata")
-"""Our packages, whose modules warn."""
+"""The packages whose warnings are shown."""
 
 
 class WarningHandler(logging.Handler):
-    """Shows what our modules log at WARNING and above, and records it in the status."""
+    """Show log records of the runner's modules at WARNING and above, and record them in the status."""
 
     def __init__(self, log: AttemptLog) -> None:
         super().__init__(logging.WARNING)
@@ -47,7 +47,7 @@ def _print_warning(message: str) -> None:
 
 @contextmanager
 def warnings_forwarded(log: AttemptLog | None) -> Iterator[WarningHandler | None]:
-    """Yield a handler of our modules' warnings, on the rank that has `log`; it is removed only if the block fails."""
+    """Yield a handler of warnings on the rank that has `log`. It is removed only if the block fails."""
     if log is None:
         yield None
         return
