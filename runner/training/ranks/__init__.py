@@ -1,1 +1,1 @@
-"""The ranks of a run: what they exchange, and how they notice that one fails or hangs."""
+"""Connect the ranks of a run: what they exchange, and how they notice that a rank fails or hangs."""

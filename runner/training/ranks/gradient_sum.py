@@ -1,8 +1,8 @@
-"""The gradients of one optimizer, added up over the micro-batches of a step and over the ranks, in the order of a tree.
+"""Add up one optimizer's gradients over the micro-batches of a step and over the ranks, in the order of a tree.
 
-The backward pass computes them one after the other. Once it has those of a group of parameters, they are added to the
-sums, while they are in the processor's cache. In a rank's last micro-batch the sums of several groups, a bucket, are
-sent to the other ranks as well, while the backward pass computes the next ones.
+As soon as the backward pass has computed the gradients of a group of parameters, they are added to the sums, while they
+are in the processor's cache. In a rank's last micro-batch, the sums of a bucket of several groups are also sent to the
+other ranks, while the backward pass computes the next gradients.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from runner.training.ranks.parallel import alike, packed
 from runner.training.ranks.tree import Node, TreeSum
 
 GROUP = 1 << 18
-"""Elements of a group, which fit in a processor's cache; a larger parameter is one by itself."""
+"""Elements of a group, which fit in a processor's cache. A larger parameter forms its own group."""
 BUCKET = 1 << 23
-"""Elements of a bucket, unless a group has more. Small ones take longer to send than is saved by beginning earlier."""
+"""Elements of a bucket, unless a group has more. With smaller buckets, the sends cost more time than an earlier begin
+saves."""
 IN_FLIGHT = 3
-"""Buckets whose exchange has begun and not ended."""
+"""Buckets whose exchange is in progress."""
 
 AT_ONCE = 1 << 20
-"""Elements that a rank gets at most of a bucket that every rank adds up as a whole, unless that is no more anyway."""
+"""The largest size, in elements over all nodes, of a bucket that every rank adds up as a whole. A larger bucket is
+added up as a whole only if that sends no more."""
 
 Gradients = list[torch.Tensor | None]
 
@@ -37,12 +39,12 @@ class _Group:
     """Parameters whose gradients are added up together.
 
     Args:
-        parameters: of one type, on one device.
-        trained: whether they require gradients when training begins.
+        parameters: parameters of one dtype, on one device.
+        trained: True if they require gradients when training begins.
 
     Attributes:
-        passes: the sums of this rank.
-        pushed: whether they have the gradients of the present micro-batch.
+        passes: the sums of this rank, one per pass over the micro-batches.
+        pushed: True if the sums include the present micro-batch.
     """
 
     def __init__(self, parameters: list[torch.Tensor], trained: bool) -> None:
@@ -53,7 +55,7 @@ class _Group:
         self.pushed = False
 
     def push(self, leaf: int) -> None:
-        """Add the gradients of a micro-batch."""
+        """Add the gradients of micro-batch `leaf` to the sums."""
         self.pushed = True
         self.passes[-1].push(Node(0, leaf), _taken(self.parameters))
 
@@ -62,13 +64,14 @@ class _Bucket:
     """Groups whose sums are sent together.
 
     Args:
-        groups: of one type, on one device.
-        tag: of the messages; the same on every rank.
+        groups: groups of one dtype, on one device.
+        tag: tag of the messages, the same on every rank.
 
     Attributes:
-        trained: whether its parameters require gradients when training begins.
-        rows: the gradients of this rank by node, one row each. There is one at least, which gets the sum of all ranks.
-            A row ends with a 1 for each parameter that has a gradient, which tells a gradient of 0 from none at all.
+        trained: True if its parameters require gradients when training begins.
+        rows: the gradients of this rank, one row per tree node. The first row, which always exists, receives the sum of
+            all ranks. A row ends with one mark per parameter: 1 if the parameter has a gradient, which may be 0, and 0
+            if it has none.
     """
 
     def __init__(self, groups: Sequence[_Group], tag: int) -> None:
@@ -80,9 +83,9 @@ class _Bucket:
         self._laid_out: dict[_Group, int] = {}  # rows
 
     def reserve(self, nodes: int, ranks: int) -> None:
-        """Have rows for `nodes`, each of a width that is a multiple of `ranks`; zero where nothing will be.
+        """Allocate zeroed rows for `nodes`, with a width that is a multiple of `ranks`.
 
-        They are kept from step to step, as the system clears memory that it gives, each time.
+        The rows are kept from step to step, because the system clears memory each time it is allocated.
         """
         if len(self.rows) == max(nodes, 1):
             return
@@ -99,7 +102,7 @@ class _Bucket:
                 at += sum(sizes)
 
     def lay_out(self, group: _Group, number: int, nodes: Sequence[Node]) -> None:
-        """Copy the sums of a group in a pass to the rows, as far as they are those of `nodes` and not there yet."""
+        """Copy a group's sums of pass `number` into the rows, for the complete nodes that are not there yet."""
         tree = group.passes[number]
         while (at := self._laid_out.get(group, 0)) < len(tree.nodes) and tree.nodes[at] == nodes[at]:
             self._laid_out[group] = at + 1
@@ -111,11 +114,11 @@ class _Bucket:
                 if gradient is None:
                     view.zero_()
                     marks[place] = 0
-            if at:  # the memory of the first is used again
+            if at:  # the tensors of the first node are reused
                 tree.replace(at, None)
 
     def found(self, number: int) -> Iterator[Gradients]:
-        """By group, the sums of all ranks from the first row, in the memory of those of this rank."""
+        """Yield each group's all-rank gradient sums, written into this rank's gradient tensors."""
         self._laid_out.clear()
         marks = iter(torch.cat([self._places[group][0][1] for group in self.groups]).tolist())  # one wait for a device
         for group in self.groups:
@@ -130,16 +133,16 @@ class _Bucket:
 
 
 class GradientSum:
-    """Adds up the gradients of `parameters` over the micro-batches of a step, which are the leaves of a tree.
+    """Add up the gradients of `parameters` over the micro-batches of a step, which are the leaves of a tree.
 
     Args:
-        parameters: of one optimizer.
-        leaves: how many there are.
-        nodes: by rank, the nodes that it can add up by itself.
+        parameters: parameters of one optimizer.
+        leaves: number of leaves.
+        nodes: for each rank, the nodes that it can add up alone.
         world: the ranks.
-        tags: numbers for messages, taken by all ranks in the same order.
-        early: whether a gradient is complete once the backward pass has computed it, and no other sum is exchanged
-            before this one, so that a bucket may be sent before others are known.
+        tags: numbers for messages, drawn by all ranks in the same order.
+        early: True if a gradient is complete once the backward pass has computed it, and if no other sum is exchanged
+            before this one. Then a bucket may be sent before the others are complete.
     """
 
     def __init__(
@@ -166,39 +169,39 @@ class GradientSum:
                     _Bucket(bucket, next(tags)) for bucket in packed(groups, BUCKET, lambda group: group.size)
                 ]
         self._bucket_of = {group: bucket for bucket in self._buckets for group in bucket.groups}
-        self._leaf: int | None = None  # present
+        self._leaf: int | None = None  # of the present micro-batch
         self._passes = 0
         self._begun: deque[Iterator[None]] = deque()
-        self._next = 0  # the bucket whose exchange begins next
-        self._spare: list[torch.Tensor] = []  # memory for what other ranks send
+        self._next = 0  # index of the bucket whose exchange begins next
+        self._spare: list[torch.Tensor] = []  # memory for rows from other ranks
         self._early = early
         self._first_step = True
         gains = len(self._groups) > 1 and max(leaves, world.size) > 1
         self._arrivals = _Arrivals(self._groups, self._arrived) if early and gains else None
 
     def clear(self) -> None:
-        """Forget all sums."""
+        """Drop all sums."""
         self._passes = 0
         for group in self._groups:
             group.passes.clear()
 
     def begin_pass(self) -> None:
-        """Begin a sum over all micro-batches, of which this rank has the next ones in their order."""
+        """Begin a sum over all micro-batches; this rank adds its micro-batches in order."""
         self._passes += 1
         for group in self._groups:
             group.passes.append(TreeSum(self._leaves, _add))
 
     def begin_micro_batch(self, leaf: int) -> None:
-        """Before the gradients of a micro-batch are computed."""
+        """Begin micro-batch `leaf`, before its gradients are computed."""
         self._leaf = leaf
         for group in self._groups:
             group.pushed = False
 
     def end_micro_batch(self) -> None:
-        """Take the gradients of a micro-batch, which the parameters have no longer.
+        """Move the gradients of a micro-batch from the parameters into the sums.
 
         Raises:
-            UserError: some of a parameter came after it had been added.
+            UserError: a part of a gradient came after the gradient had been added.
         """
         for group in self._groups:
             if not group.pushed:
@@ -214,10 +217,10 @@ class GradientSum:
         self._leaf = None
 
     def end_pass(self) -> None:
-        """After all micro-batches, and before the ranks exchange anything else.
+        """End the sum of a pass, before the ranks exchange anything else.
 
-        Another rank may wait for a bucket of this one while it goes backward, so all are on their way from here on,
-        also those of a rank without micro-batches.
+        Another rank may wait in its backward pass for a bucket of this rank. So this begins the exchange of all
+        remaining buckets of trained parameters, also on a rank without micro-batches.
         """
         while self._sends_early and self._next < len(self._buckets) and self._buckets[self._next].trained:
             self._begin_exchange(0)
@@ -227,13 +230,13 @@ class GradientSum:
         return self._early and not self._first_step and self._world.size > 1
 
     def end_first_step(self) -> None:
-        """From now on gradients are taken and sent as they come."""
+        """Take and send gradients as they arrive, from the second step on."""
         self._first_step = False
         if self._arrivals is not None:
             self._arrivals.settle()
 
     def whole(self) -> bool:
-        """Whether all gradients of this rank were taken in micro-batches, and all these micro-batches made."""
+        """Check that all micro-batches of this rank were made, and all its gradients taken in them."""
         return all(
             all(tree.nodes == self._own for tree in group.passes)
             and all(parameter.grad is None for parameter in group.parameters)
@@ -241,11 +244,11 @@ class GradientSum:
         )
 
     def holds_gradients(self) -> bool:
-        """Whether this rank has taken any that are in no sum yet."""
+        """Check whether this rank has gradients that are in no all-rank sum yet."""
         return any(_holds(tree) for group in self._groups for tree in group.passes)
 
     def give_back(self) -> None:
-        """Give the parameters their sums over all micro-batches, and over all passes.
+        """Set each parameter's gradient to the sum over all ranks, micro-batches and passes.
 
         Raises:
             PeerError: another rank has ended or does not answer.
@@ -261,13 +264,13 @@ class GradientSum:
                 parameter.grad = gradient if fits else torch.empty_like(parameter).copy_(cast(torch.Tensor, gradient))
 
     def _arrived(self, group: _Group) -> None:
-        """The gradient of a group that comes last has been computed."""
+        """Add the gradients of a group after the backward pass has computed the last of them."""
         if self._leaf is None or group.pushed or any(parameter.grad is None for parameter in group.parameters):
             return
         self._push(group)
 
     def _push(self, group: _Group) -> None:
-        """Add the gradients of the present micro-batch, and send the sums that are complete."""
+        """Add the gradients of the present micro-batch, and send complete sums."""
         assert self._leaf is not None
         group.push(self._leaf)
         if self._sends_early and group.trained:
@@ -278,16 +281,16 @@ class GradientSum:
                 self._begin_exchange(0)
 
     def _is_complete(self, group: _Group) -> bool:
-        """Whether it is trained, and has the gradients of all micro-batches of this rank."""
+        """Check that a group is trained and has the gradients of all micro-batches of this rank."""
         return group.trained and group.passes[0].nodes == self._own
 
     def _of_all_ranks(self, number: int) -> list[Gradients]:
-        """The sums of a pass, by group."""
+        """Return the all-rank sums of a pass, by group."""
         if self._world.size == 1:
             sums = ((group, group.passes[number].total()) for group in self._groups)
             return [gradients or [None] * len(group.parameters) for group, gradients in sums]
         exchanged = [bucket.trained for bucket in self._buckets]
-        if not all(exchanged):  # frozen parameters: some may train later, or in a part of the step
+        if not all(exchanged):  # frozen parameters may train later, or in a part of the step
             held = [any(_holds(group.passes[number]) for group in bucket.groups) for bucket in self._buckets]
             anywhere = self._world.sum(torch.tensor(held, dtype=torch.int32)).tolist()
             exchanged = [bool(one or other) for one, other in zip(exchanged, anywhere, strict=True)]
@@ -305,7 +308,7 @@ class GradientSum:
         return found
 
     def _begin_exchange(self, number: int) -> None:
-        """Begin that of the next bucket. They begin and advance in the same order on every rank, as NCCL needs."""
+        """Begin the exchange of the next bucket, in the same order on every rank, as NCCL needs."""
         bucket = self._buckets[self._next]
         bucket.reserve(len(self._own), self._world.size)
         for group in bucket.groups:
@@ -318,16 +321,16 @@ class GradientSum:
             self._advance()
 
     def _advance(self) -> None:
-        """Let the oldest exchange continue; it is the last one to end if it has another part."""
+        """Continue the oldest exchange. If it is not over, it becomes the last of the queue."""
         exchange = self._begun.popleft()
         if next(exchange, True) is None:
             self._begun.append(exchange)
 
     def _exchange(self, bucket: _Bucket) -> Iterator[None]:
-        """Add up the rows of a bucket over all ranks, into the first one; yields while it waits.
+        """Add up the rows of a bucket over all ranks, into the first row. Yield to wait.
 
-        Each rank adds up one slice, and then sends the sum to all. A small bucket, and any that is as little to send
-        in this way, is added up as a whole by every rank, which saves the second exchange.
+        Each rank adds up one slice, then sends the sum to all. A small bucket is instead added up as a whole by every
+        rank, which saves the second exchange. So is a bucket with no more traffic in this way.
         """
         rank, size = self._world.rank, self._world.size
         rows = bucket.rows.view(len(bucket.rows), size, -1)
@@ -360,7 +363,7 @@ class GradientSum:
         self._spare.append(memory)
 
     def _memory(self, like: torch.Tensor, count: int) -> torch.Tensor:
-        """Memory of any values for `count` rows, each for those of `like` at least."""
+        """Return uninitialized memory for `count` rows, each at least as wide as the rows of `like`."""
         of_kind = [spare for spare in self._spare if (spare.dtype, spare.device) == (like.dtype, like.device)]
         fitting = [spare for spare in of_kind if spare.shape[1] >= like.shape[1]]
         used = next(iter(fitting or of_kind), None)
@@ -369,14 +372,14 @@ class GradientSum:
 
 
 class _Arrivals:
-    """Tells when the backward pass has computed all gradients of a group.
+    """Report when the backward pass has computed all gradients of a group.
 
-    In the first step it finds out which comes last, and in which groups a gradient comes in several parts: of these it
-    tells nothing.
+    The first step shows which gradient of a group comes last, and which groups have a gradient that comes in several
+    parts. Those groups are never reported.
 
     Args:
-        groups: of which it tells.
-        arrived: is called with a group.
+        groups: groups to report.
+        arrived: called with a group when its gradients are complete.
     """
 
     def __init__(self, groups: Sequence[_Group], arrived: Callable[[_Group], None]) -> None:
@@ -404,7 +407,7 @@ class _Arrivals:
         self._seen.clear()
 
     def settle(self) -> None:
-        """The first step is over."""
+        """End the first step: from now on, hook only the last gradient of each group."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
@@ -415,12 +418,12 @@ class _Arrivals:
 
 
 def _hooked(parameter: Any, hook: Callable[[torch.Tensor], None]) -> Any:
-    """The handle of a hook that is called when a gradient was added to `parameter.grad`."""
+    """Call `hook` whenever a gradient was added to `parameter.grad`; return the handle of the hook."""
     return parameter.register_post_accumulate_grad_hook(hook)
 
 
 def _taken(parameters: Sequence[torch.Tensor]) -> Gradients | None:
-    """The gradients of a micro-batch, which the parameters have no longer; None if there are none at all."""
+    """Take the gradients of a micro-batch from the parameters. Return None if no parameter has one."""
     gradients = [parameter.grad for parameter in parameters]
     if all(gradient is None for gradient in gradients):
         return None
@@ -430,7 +433,7 @@ def _taken(parameters: Sequence[torch.Tensor]) -> Gradients | None:
 
 
 def _add(left: Gradients | None, right: Gradients | None) -> Gradients | None:
-    """The sum of two lists of gradients, in place. One that is missing counts as 0, as in an exchange."""
+    """Add two lists of gradients in place. A missing gradient counts as 0, as in an exchange."""
     if left is None or right is None:
         found = right if left is None else left
         if found is not None and (present := [gradient for gradient in found if gradient is not None]):
@@ -448,7 +451,7 @@ def _add(left: Gradients | None, right: Gradients | None) -> Gradients | None:
 
 
 def _holds(tree: TreeSum[Gradients | None]) -> bool:
-    """Whether any gradients were added."""
+    """Check whether a tree holds any gradients."""
     return any(value is not None for value in tree.values)
 
 
@@ -459,5 +462,5 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _fits(gradient: torch.Tensor | None, parameter: torch.Tensor) -> bool:
-    """Whether it has the strides of its parameter, which the backward pass gives it; a norm depends on them."""
+    """Check that a gradient has the strides of its parameter, on which a norm depends."""
     return gradient is not None and gradient.stride() == parameter.stride()

@@ -1,15 +1,16 @@
-"""Notices that training makes no step any more, and finds out what all ranks are doing instead.
+"""Notice that training makes no more steps, and find out what all ranks are doing.
 
-A main thread may be stuck while its process lives: in a file system, a loader's worker, a collective that another rank
-does not join, a loop of a user's code that does not end. A thread of each rank therefore watches the steps, also with
-one rank. Some activities take as long as they take: see `STEP_PHASES`. What another rank does counts as well, because
-this one waits for it; and while another one gives no sign of life, it is for `PeerWatch` to decide.
+A main thread may be stuck while its process lives: in a file system, a worker of a loader, a collective that another
+rank does not join, or an endless loop of a user's code. So a thread of each rank watches the steps, also with one rank.
+Some activities may take any time: see `STEP_PHASES`. The activities of other ranks count as well, because this rank
+waits for them. While another rank gives no sign of life, `PeerWatch` decides.
 
-The rank that notices first says so in its next sign. The others then leave their stacks in the job's key-value store,
-where rank 0, which has the attempt log, collects them.
+The rank that notices first reports the hang in its next sign of life. The others then put their stacks into the job's
+key-value store. Rank 0, which has the attempt log, collects them there.
 
-Time in which this process did not run (it was stopped, its machine was suspended) does not count. What keeps the
-interpreter's lock stops the watching thread as well: with several ranks `PeerWatch` notices that, with one rank nobody.
+Time in which this process did not run, because it was stopped or its machine was suspended, does not count. Code that
+keeps the interpreter's lock stops the watching thread as well. With several ranks, `PeerWatch` notices this. With one
+rank, it goes unnoticed.
 """
 
 from __future__ import annotations
@@ -30,32 +31,32 @@ from runner.training.ranks.peer_watch import PeerWatch
 from runner.training.ranks.peers import LEAVE_S, leave_stacks, left_stacks
 
 STEP_PHASES = {"steps": "in a step", "data_wait": "waiting for data"}
-"""The activities (see `runner.rundir.time_account`) in which a step must be completed in time. The others are an
-evaluation, a save, and what comes before the first step and after the last one."""
+"""The activities (see `runner.rundir.time_account`) in which a step must be completed in time. The other activities are
+an evaluation, a save, and the work before the first step and after the last step."""
 LONG_CODE = {
     "torch._dynamo.convert_frame": "compilation",
     "torch._inductor.compile_fx": "compilation",
     "bdb": "debugger",
     "pydevd": "debugger",
 }
-"""Modules at work in phases that also may take any time, wherever in a step they begin."""
+"""Modules whose work may also take any time, wherever in a step it begins."""
 TIMES_MEDIAN = 20
 LOOKS = 60
-"""How often a rank looks within the timeout."""
+"""The number of times that a rank looks within the timeout."""
 MAX_INTERVAL_S = 1.0
 ANSWER_S = 10.0
-"""How long the other ranks are waited for, once one has noticed."""
+"""The time to wait for the answers of other ranks, once a rank has noticed a hang."""
 POLL_S = 0.2
 MAX_NAMED = 3
 
 
 @dataclass
 class Judge:
-    """Decides from one look after another whether training hangs.
+    """Decide from look to look whether training hangs.
 
     Args:
-        timeout_s: no step for so long, or for `TIMES_MEDIAN` median steps if that is longer.
-        interval_s: seconds between two looks. More never count: this process did not run meanwhile.
+        timeout_s: the allowed time without a step, in seconds; or `TIMES_MEDIAN` median steps if that is longer.
+        interval_s: seconds between two looks. Longer gaps count as one interval, because this process did not run.
     """
 
     timeout_s: float
@@ -64,12 +65,12 @@ class Judge:
     _steps: int = 0
 
     def look(self, elapsed_s: float, laps: Laps, counts: bool) -> bool:
-        """Whether it hangs.
+        """Return True if training hangs.
 
         Args:
-            elapsed_s: since the last look.
+            elapsed_s: seconds since the last look.
             laps: the steps so far.
-            counts: whether all ranks are at a step, as opposed to an activity that may take any time.
+            counts: True if all ranks are in a step, rather than in an activity that may take any time.
         """
         if laps.steps != self._steps or not counts:
             self._steps, self.idle_s = laps.steps, 0.0
@@ -78,25 +79,26 @@ class Judge:
         return self.idle_s >= self.limit_s(laps)
 
     def limit_s(self, laps: Laps) -> float:
-        """How long no step is allowed, in seconds."""
+        """Return the allowed time without a step, in seconds."""
         return max(self.timeout_s, TIMES_MEDIAN * statistics.median(laps.seconds or (0.0,)))
 
 
 @dataclass(frozen=True)
 class Hang:
-    """What was found: a sentence that names the rank and what it is doing, and on rank 0 the stacks by rank."""
+    """A hang: a sentence with the rank and its activity, and on rank 0 the stacks by rank."""
 
     reason: str
     stacks: Mapping[int, str] = field(default_factory=dict)
 
 
 class HangWatch:
-    """Watches the thread that enters it, until that leaves it; a context manager.
+    """Watch the thread that enters this context manager, until it leaves it.
 
     Args:
         world: the ranks.
-        timeout_s: see `Judge`; None: nothing is watched.
-        account: of the attempt: its activities and steps.
+        timeout_s: see `Judge`; None watches nothing.
+        account: the attempt's activities and steps.
+        step: returns the number of complete steps.
         peers: the watch over the other ranks.
         on_hang: called once, in the watching thread. It must end this process: the main thread may be blocked for ever.
     """
@@ -117,11 +119,11 @@ class HangWatch:
         self._peers = peers
         self._on_hang = on_hang
         self.interval_s = min(self._timeout_s / LOOKS, MAX_INTERVAL_S)
-        """Between two looks."""
+        """Seconds between two looks."""
         self._judge = Judge(self._timeout_s, self.interval_s)
         self._looked = clock.monotonic()
         self._watched = 0  # the ident of the thread
-        self._found: dict[str, Any] | None = None  # what this rank was doing, once a hang is noticed
+        self._found: dict[str, Any] | None = None  # activity of this rank, once a hang is noticed
         self._stop = threading.Event()
         self._deciding = threading.Lock()
 
@@ -134,7 +136,7 @@ class HangWatch:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """`on_hang` is not called any more; if it has been, this blocks."""
+        """Stop watching: `on_hang` is not called any more. Block if it has been called."""
         with self._deciding:
             self._stop.set()
 
@@ -142,7 +144,7 @@ class HangWatch:
         return {"phase": self._phase(), "hang": self._found}
 
     def _phase(self) -> str:
-        """What this rank is doing, as the others see it: one of `STEP_PHASES`, or something that takes its time."""
+        """Return the activity of this rank that others see: one of `STEP_PHASES`, or one that may take any time."""
         if self._stop.is_set():
             return "end"
         if not self._account.laps.steps:
@@ -151,7 +153,7 @@ class HangWatch:
         return next((phase for module, phase in LONG_CODE.items() if module in running), self._account.activity)
 
     def look(self) -> bool:
-        """Whether training hangs, as this look and those before it find, or as another rank has found."""
+        """Return True if training hangs, as found by the looks so far or by another rank."""
         now = clock.monotonic()
         elapsed, self._looked = now - self._looked, now
         signs = self._peers.signs()
@@ -169,14 +171,14 @@ class HangWatch:
                         return
 
     def _examine(self) -> Hang:
-        """What all ranks are doing, as far as they answer in time."""
-        with suppress(OSError):  # whatever blocks this thread as well
+        """Describe what all ranks are doing, as far as they answer in time."""
+        with suppress(OSError):  # ends this process even if this thread is blocked as well
             processes.end_after(int(ANSWER_S) + LEAVE_S, int(ExitStatus.FAILED))
         own = self._doing()
         text = self._header(own) + stacks.text(self._watched)
         if self._world.size == 1:
             return Hang(self._sentence({0: own}), {0: text})
-        leave_stacks(self._world, text)  # before the others can know
+        leave_stacks(self._world, text)  # before the others can notice the hang
         self._found = own
         found = {self._world.rank: own, **self._answers()}
         if not self._world.is_main:
@@ -187,9 +189,9 @@ class HangWatch:
         return Hang(self._sentence(found), gathered)
 
     def _answers(self) -> dict[int, dict[str, Any]]:
-        """What the other ranks were doing; returns when rank 0 knows it of all of them, or time is up.
+        """Return the activities of the other ranks once rank 0 knows all of them, or time is up.
 
-        None may end before that: its broken connections would end the others.
+        No rank may end before that, because its broken connections would end the others.
         """
         deadline = clock.monotonic() + ANSWER_S
         while True:
@@ -206,7 +208,7 @@ class HangWatch:
             self._stop.wait(POLL_S)
 
     def _doing(self) -> dict[str, Any]:
-        """What the thread that trains is doing."""
+        """Describe what the training thread is doing."""
         frames = stacks.of_threads().get(self._watched, [])
         place = next((number for number, frame in enumerate(frames) if not frame.is_library), 0)
         within = [frame.module for frame in frames[:place]]

@@ -1,4 +1,4 @@
-"""A model on several ranks: DistributedDataParallel or FSDP2, and gradient accumulation with them."""
+"""Run a model on several ranks: DistributedDataParallel or FSDP2, with gradient accumulation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from runner.system.distributed import World
 
 T = TypeVar("T")
 AT_A_TIME = 1 << 23
-"""Elements that are sent in one message; a larger tensor by itself."""
+"""Elements that are sent in one message. A larger tensor is sent alone."""
 
 
 def place(model: nn.Module, strategy: str, world: World, device: torch.device) -> nn.Module:
-    """Move `model` to `device`; shard it over several ranks if the strategy is `fsdp`."""
+    """Move `model` to `device`. Shard it over several ranks if the strategy is `fsdp`."""
     model = model.to(device)
     if world.size == 1 or strategy != "fsdp":
         return model
@@ -28,8 +28,8 @@ def place(model: nn.Module, strategy: str, world: World, device: torch.device) -
 def sharded(model: nn.Module, ranks: int, device: torch.device) -> nn.Module:
     """Shard `model` over the `ranks` ranks of the default process group (fully_shard).
 
-    FSDP2 shards each of `model.blocks`, if there are any, and the rest as one group. Checkpoints are the same either
-    way.
+    FSDP2 shards each of `model.blocks`, if there are any, and the rest as one group. Checkpoints are the same in both
+    cases.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -42,7 +42,7 @@ def sharded(model: nn.Module, ranks: int, device: torch.device) -> nn.Module:
 
 
 class Computation(nn.Module):
-    """What is computed from a model and a batch, as one module, so that any part of the model may be called in it."""
+    """The computation from a model and a batch, as one module, so that it may call any part of the model."""
 
     def __init__(self, model: nn.Module, compute: Callable[[nn.Module, Any], Any]) -> None:
         super().__init__()
@@ -50,7 +50,10 @@ class Computation(nn.Module):
         self.compute = compute
 
     def forward(self, batch: Any) -> Any:
-        """Only the loss of a mapping keeps its graph: DDP would wait for gradients of all that does."""
+        """Compute the outputs. In a mapping, only the loss keeps its graph.
+
+        DDP would wait for gradients of every output that keeps its graph.
+        """
         outputs = self.compute(self.model, batch)
         if not isinstance(outputs, Mapping):
             return outputs
@@ -61,26 +64,26 @@ class Computation(nn.Module):
 
 
 def synchronized(computation: Computation, world: World, device: torch.device) -> nn.Module:
-    """`computation` with gradients that are averaged over the ranks; one rank does not need that, FSDP2 does it."""
+    """Wrap `computation` so that gradients are averaged over the ranks. One rank or FSDP2 needs no wrapper."""
     if world.size == 1 or _is_sharded(computation.model):
         return computation
     from torch.nn.parallel import DistributedDataParallel
 
-    # Without find_unused_parameters DDP rebuilds its buckets after the first iteration, in the order in which gradients
-    # arrived. From three ranks on, a gradient's place in its bucket decides the order in which the ranks' parts are
-    # added, so the first step after a resume would differ in the last bit.
+    # Without find_unused_parameters, DDP rebuilds its buckets after the first iteration, in the order in which
+    # gradients arrived. From three ranks on, a gradient's place in its bucket decides the order in which the ranks'
+    # parts are added. So the first step after a resume would differ in the last bit.
     wrapped = DistributedDataParallel(
         computation, device_ids=[device.index] if device.type == "cuda" else None, find_unused_parameters=True
     )
-    # See SharedBuffers. The argument for it has another name, and another meaning, in older torch, such as 2.11.
+    # SharedBuffers sends them. Older torch, such as 2.11, has another name and meaning for the constructor's argument.
     wrapped.broadcast_buffers = False
     return wrapped
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """Check whether FSDP2 shards a model, without importing FSDP2, which takes long.
+    """Check whether FSDP2 shards a model, without importing FSDP2, which is slow.
 
-    Another thread may be importing it, for a save: then no model is sharded yet.
+    Another thread may be importing FSDP2 for a save. Then no model is sharded yet.
     """
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return kind is not None and isinstance(model, kind)
@@ -91,7 +94,8 @@ def accumulating(computation: nn.Module | None, last: bool) -> Iterator[None]:
     """Reduce gradients over ranks in the last micro-batch of a step only.
 
     Args:
-        computation: from `synchronized`; None where nothing is reduced by itself.
+        computation: from `synchronized`; None if the backward pass reduces nothing.
+        last: True for the last micro-batch of the step.
     """
     wrapped: Any = computation
     if isinstance(computation, Computation) and _is_sharded(computation.model):
@@ -105,7 +109,7 @@ def accumulating(computation: nn.Module | None, last: bool) -> Iterator[None]:
 
 
 def total_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of all gradients of `parameters`, one number on every rank."""
+    """Return the 2-norm of all gradients of `parameters`, the same on every rank."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm: Any = torch.nn.utils.get_total_norm(gradients)
     total: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor under FSDP2
@@ -114,9 +118,9 @@ def total_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
 
 @torch.no_grad()
 def average_gradients(parameters: Sequence[torch.Tensor], world: World) -> None:
-    """Replace the gradients of a model that is not wrapped by their means over all ranks.
+    """Replace the gradients of an unwrapped model by their means over all ranks.
 
-    A parameter without a gradient on every rank keeps none; on some, it counts as 0 there.
+    A parameter that has no gradient on any rank keeps none. If only some ranks have one, it counts as 0 on the others.
     """
     if world.size == 1:
         return
@@ -130,7 +134,7 @@ def average_gradients(parameters: Sequence[torch.Tensor], world: World) -> None:
 
 
 def alike(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """`tensors` in groups of one type and device, in their order, which can be handled as one."""
+    """Group `tensors` by dtype and device, in their order."""
     kinds: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -138,7 +142,7 @@ def alike(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
 
 
 def packed(items: Iterable[T], most: int, size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Neighbouring `items` together, as long as their sizes add up to `most`; a larger one alone."""
+    """Yield lists of neighbouring `items` whose sizes add up to at most `most`. A larger item is alone."""
     pack: list[T] = []
     total = 0
     for item in items:
@@ -153,7 +157,7 @@ def packed(items: Iterable[T], most: int, size: Callable[[T], int]) -> Iterator[
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[torch.Tensor], world: World) -> None:
-    """Give `tensors` the values of rank 0 on all ranks.
+    """Set `tensors` on all ranks to the values of rank 0.
 
     Raises:
         PeerError: another rank has ended or does not answer.
@@ -166,15 +170,15 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], world: World) -> None:
 
 
 class SharedBuffers:
-    """The persistent buffers of a model, such as running statistics of a batch norm, with equal values on all ranks.
+    """The persistent buffers of a model, such as a batch norm's running statistics, kept equal on all ranks.
 
-    A rank updates them from its own samples, and a checkpoint holds those of rank 0. Sent from there after every step,
-    they are the same whether or not the run was killed. (DistributedDataParallel would do so in the forward pass, but
-    not in all micro-batches of a step, and too late for an evaluation without it.)
+    A rank updates the buffers from its own samples, and a checkpoint holds the buffers of rank 0. Rank 0 sends them
+    after every step, so that they are the same whether or not the run was killed. (DistributedDataParallel would do so
+    in the forward pass, but not in all micro-batches of a step, and too late for an evaluation without it.)
 
     Args:
         world: the ranks.
-        model: with or without wrappers; what is not saved is not sent.
+        model: the model, with or without wrappers. Buffers that are not saved are not sent.
     """
 
     def __init__(self, world: World, model: nn.Module) -> None:
@@ -187,7 +191,7 @@ class SharedBuffers:
         ]
 
     def synchronize(self) -> None:
-        """Send those of rank 0 to all ranks; nothing happens without buffers, or with one rank.
+        """Send the buffers of rank 0 to all ranks, if there are buffers and several ranks.
 
         Raises:
             PeerError: another rank has ended or does not answer.

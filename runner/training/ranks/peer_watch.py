@@ -1,16 +1,16 @@
-"""Notices within `train.peer_timeout_s` that another rank hangs, and names it.
+"""Notice within `train.peer_timeout_s` that another rank hangs, and name that rank.
 
-A rank that ends closes its connections, which the others notice at once. One that hangs (a stopped process, a lost
-node, a thread that keeps the interpreter's lock) leaves them blocked in a collective until that times out. So each rank
-lets a counter go up in the job's key-value store, from a thread of its own, and watches those of the others. Clocks of
-different machines are never compared, and time in which this process itself did not run does not count.
+A rank that ends closes its connections, which the others notice at once. A rank that hangs (a stopped process, a lost
+node, a thread that keeps the interpreter's lock) leaves the others blocked in a collective until its timeout. So a
+thread of each rank increases a counter in the job's key-value store, and watches the counters of the others. Clocks of
+different machines are never compared. Time in which this process did not run does not count.
 
-Code that keeps the interpreter's lock for long (a data set that is built, an object that is pickled) stops that thread
-as well. Until a rank has opened its session, it may be silent for as long as a collective may take.
+Code that keeps the interpreter's lock for long (building a dataset, pickling an object) stops that thread as well. So a
+rank whose session is not open yet may be silent for as long as a collective may take.
 
-A main thread that is stuck while its process lives is noticed by `runner.training.ranks.hang_watch`, for which the
-signs carry what each rank is doing. What a blocked collective does when it is told to stop depends on its backend
-(gloo's ignores it), so the attempt is ended by the watching thread; with NCCL that is untested.
+`runner.training.ranks.hang_watch` notices a main thread that is stuck while its process lives. It reads the activity of
+each rank from the signs of life. The effect of a stop on a blocked collective depends on the backend (gloo ignores it),
+so the watching thread ends the attempt. With NCCL this is untested.
 """
 
 from __future__ import annotations
@@ -27,38 +27,39 @@ from runner.system.distributed import TIMEOUT, World
 from runner.training.ranks.peers import connect, in_group, read_report, serves_store, store_is_gone
 
 LOOKS = 12
-"""How often a rank looks at the others within the time in which one must give a sign of life."""
+"""The number of times that a rank looks at the others within the timeout for a sign of life."""
 MAX_INTERVAL_S = 5.0
 MISSED = 3
-"""So many intervals without a sign of a rank, and it may be stopped."""
+"""After this number of intervals without a sign of life, a rank counts as possibly stopped."""
 
 
 @dataclass
 class _Peer:
-    """What was last seen of another rank, and for how many seconds it has been the same."""
+    """The last sign of another rank, and how many seconds ago it last changed."""
 
     seen: bytes = b""
     sign: dict[str, Any] = field(default_factory=dict)
     silent_s: float = 0.0
     left: bool = False
     opening: bool = False
-    """Whether its session was not open yet."""
+    """True if its session was not open yet."""
 
     @property
     def present(self) -> bool:
-        """Whether it has joined, and not left in order."""
+        """Return True if the rank has joined and has not left in order."""
         return bool(self.seen) and not self.left
 
 
 class PeerWatch:
-    """Watches the other ranks of `world` between `start` and `stop`.
+    """Watch the other ranks of `world` between `start` and `stop`.
 
     Args:
-        timeout_s: how long a rank whose session is open may go without a sign of life.
-        progress: this rank's step, which the others quote if it hangs; None: its session is not open yet.
+        world: the ranks.
+        timeout_s: the time that a rank whose session is open may go without a sign of life, in seconds.
+        progress: returns this rank's step, which the others quote if it hangs; None if its session is not open yet.
         on_silent: called once, in the watching thread, with a sentence that names the rank. It must end this process:
             the main thread may be blocked for ever.
-        interval_s: how often a rank looks at the others at least, in seconds.
+        interval_s: upper limit of the interval between two looks, in seconds.
     """
 
     def __init__(
@@ -75,13 +76,14 @@ class PeerWatch:
         self._on_silent = on_silent
         self._interval_s = min(timeout_s / LOOKS, MAX_INTERVAL_S, interval_s)
         self.reported: str | None = None
-        """Why another rank failed, as it has reported: it may serve the store itself, and be gone with it soon."""
+        """The reason that another rank reported for its failure. It is kept here because that rank may serve the store,
+        which may vanish soon."""
         self.more: Callable[[], dict[str, Any]] = dict
-        """What else this rank shows of itself in its signs."""
+        """Returns more entries for this rank's signs of life."""
         self._peers = {rank: _Peer() for rank in range(world.size) if rank != world.rank}
         self._store_silent_s = 0.0
-        self._answers = 0  # of the store
-        self._gone = False  # the store, with the process that served it: that is no silence
+        self._answers = 0  # from the store
+        self._gone = False  # the store ended with its process, which is not silence
         self._stop = threading.Event()
         self._due = threading.Event()  # a sign is wanted at once
         self._shown_open = threading.Event()
@@ -89,7 +91,7 @@ class PeerWatch:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Begin; before the ranks first wait for each other. Nothing to do with one rank."""
+        """Start to watch, before the ranks first wait for each other. Do nothing with one rank."""
         if self._world.size > 1:
             for action in (self._exchange, self._judge):
                 thread = threading.Thread(target=action, name="peer watch", daemon=True)
@@ -97,9 +99,10 @@ class PeerWatch:
                 self._threads.append(thread)
 
     def show_open(self) -> None:
-        """Return when the others can see that this rank's session is open, or cannot be told.
+        """Wait until the others can see that this rank's session is open, or cannot be reached.
 
-        Before the first step: if it stopped there, the others would otherwise know no more than that it starts.
+        Call this before the first step. Otherwise, if this rank stopped there, the others would only know that it is
+        starting.
         """
         if self._threads:
             self._shown_open.clear()
@@ -107,7 +110,7 @@ class PeerWatch:
             self._shown_open.wait(self._timeout_s)
 
     def stop(self) -> None:
-        """Tell the others that this rank leaves. `on_silent` is not called any more; if it has been, this blocks."""
+        """Show the others that this rank leaves. `on_silent` is not called any more. Block if it has been called."""
         with self._deciding:
             self._stop.set()
         self._due.set()
@@ -115,11 +118,11 @@ class PeerWatch:
             self._threads[0].join(self._interval_s)  # the store may not answer
 
     def exchange_now(self) -> None:
-        """Show a sign and look at those of the others at once."""
+        """Send a sign and read the signs of the others at once."""
         self._due.set()
 
     def signs(self) -> dict[int, dict[str, Any]] | None:
-        """The last signs of the ranks that are present; None if one has missed some of them: it may be stopped."""
+        """Return the last signs of present ranks, or None if a rank has missed some and may be stopped."""
         if self._gone:
             return {}
         present = {rank: peer for rank, peer in self._peers.items() if peer.present}
@@ -129,7 +132,7 @@ class PeerWatch:
         return {rank: peer.sign for rank, peer in present.items()}
 
     def silent(self, share: float = 0.5) -> str | None:
-        """A sentence that names the rank that has been silent longest, for at least this share of its timeout."""
+        """Return a sentence that names the longest silent rank, if silent for this share of its timeout."""
         # The store answers without the interpreter's lock.
         if self._store_silent_s >= share * self._timeout_s and serves_store(0):
             return self._sentence(0, self._store_silent_s)
@@ -142,7 +145,7 @@ class PeerWatch:
         return max(self._timeout_s, TIMEOUT.total_seconds()) if peer.opening else self._timeout_s
 
     def absent(self) -> str | None:
-        """A sentence that names the ranks that have not joined the job, if there are any."""
+        """Return a sentence that names the ranks that have not joined the job, or None."""
         missing = [str(rank) for rank, peer in self._peers.items() if not peer.seen]
         if not self._answers or not missing:
             return None
@@ -164,9 +167,9 @@ class PeerWatch:
         answers, before = 0, clock.monotonic()
         while not self._stop.wait(self._interval_s):
             now = clock.monotonic()
-            # At most twice the interval: this process itself may have been stopped.
+            # Count at most twice the interval, because this process may have been stopped.
             elapsed, before = min(now - before, 2 * self._interval_s), now
-            # Whether or not this rank's connection got so far: a process that is stopped may not even let it.
+            # Count the store's silence even without a connection: a stopped process may not even accept one.
             waiting = answers == self._answers and not self._gone and self._world.rank != 0 and in_group()
             self._store_silent_s = self._store_silent_s + elapsed if waiting else 0.0
             answers = self._answers
@@ -177,7 +180,7 @@ class PeerWatch:
                     return
 
     def _exchange(self) -> None:
-        """Show that this rank is alive and look at the others, until it leaves."""
+        """Send signs of life and read the signs of the others, until this rank leaves."""
         own = {"host": processes.host_name(), "pid": processes.own_pid()}
         store, beat = None, 0
         before = clock.monotonic()

@@ -1,7 +1,7 @@
-"""When another rank fails: telling its failure from one of this rank's own, and passing on the reason.
+"""Tell a failure of another rank from a failure of this rank, and pass on the reason.
 
-A rank that fails by itself reports the reason in the job's key-value store before it exits. The others notice a broken
-collective; they look the reason up and leave it to the failed rank how the job ends.
+A rank whose own code fails reports the reason in the job's key-value store before it exits. The other ranks notice a
+broken collective. They read the reason and let the failed rank decide how the job ends.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from runner.system import clock, processes
 from runner.system.distributed import TIMEOUT, World, lost_peer
 
 REPORT_S = 2.0
-"""How long a rank that follows waits for the report: the one that failed may be writing it just now."""
+"""The time to wait for the report, which the failed rank may still be writing."""
 TRIES = 5
-"""How often at most PyTorch tries to connect for so long; a process that ends meanwhile is aborted."""
+"""The most times that PyTorch tries to connect for `REPORT_S`. A process that ends during a try is aborted."""
 OUTLIVE_S = 10.0
-"""How long at most the rank that serves the store waits until the others have read a report."""
+"""The longest time that the rank that serves the store waits until the others have read a report."""
 POLL_S = 0.05
 STOPPED = "stopped by a signal"
-_FAILURE, _READ = "failure", "failure/read"  # in the store: the report, and how many ranks have read it
+_FAILURE, _READ = "failure", "failure/read"  # keys: the report, and the number of ranks that have read it
 MAX_STACKS_BYTES = 1 << 20  # of one rank; the store takes 8 MiB at once
 LEAVE_S = 20
-"""How long a rank may take to end once its records are closed; external loggers may still be sending theirs."""
+"""The time that a rank may take to end once its records are closed. External loggers may still be sending their
+records."""
 
 
 @contextmanager
 def peer_errors(world: World) -> Iterator[None]:
-    """Around code that exchanges tensors inside torch (DDP's backward, FSDP's forward).
+    """Turn errors of exchanges inside torch (DDP's backward, FSDP's forward) into a PeerError.
 
-    Such an exchange raises a plain RuntimeError when a peer is lost, as this rank's own code might. It is the peer's
-    failure if torch.distributed raised one of its own classes, if a peer is gone, or if the code failed after the
-    collectives' timeout.
+    If a peer is lost, such an exchange raises a plain RuntimeError, as this rank's own code might. The peer is at fault
+    if torch.distributed raised one of its own classes, if a peer is gone, or if the code failed after the collectives'
+    timeout.
 
     Raises:
         PeerError: another rank has ended or does not answer.
@@ -60,17 +61,17 @@ def _lost(world: World, error: RuntimeError, seconds: float) -> bool:
 
 
 def report_failure(world: World, reason: str) -> None:
-    """Let the other ranks know why this one fails by itself; the first report counts."""
+    """Report to the other ranks why this rank's own code failed. The first report counts."""
     _with_store(world, lambda store: store.compare_set(_FAILURE, "", f"rank {world.rank} failed: {reason}"))
 
 
 def report_stop(world: World) -> None:
-    """Let the other ranks know that this one leaves in the middle of a step because of a signal."""
+    """Report to the other ranks that this rank leaves in the middle of a step because of a signal."""
     _with_store(world, lambda store: store.compare_set(_FAILURE, "", STOPPED))
 
 
 def reported_failure(world: World) -> str | None:
-    """`rank N failed: reason` if a rank of this job reported its failure; STOPPED if it left because of a signal."""
+    """Return `rank N failed: reason`, STOPPED if a rank left because of a signal, or None without a report."""
 
     def read(store: Any) -> str | None:
         store.get(_FAILURE)  # waits for it
@@ -81,7 +82,7 @@ def reported_failure(world: World) -> str | None:
 
 
 def read_report(store: Any) -> str | None:
-    """The report in the store, if there is one; its reporter learns that it was read."""
+    """Return the report in the store, if there is one, and mark it as read."""
     if not store.check([_FAILURE]):
         return None
     store.add(_READ, 1)
@@ -101,7 +102,7 @@ def _outlive_readers(world: World) -> None:
 
 
 def all_arrive(world: World, place: str) -> bool:
-    """Whether all ranks come to this place in the code, at most a moment after this one; one rank alone does."""
+    """Return True if all ranks come to this place in the code, at most a moment after this rank."""
 
     def arrive(store: Any) -> bool:
         store.add(place, 1)
@@ -121,7 +122,7 @@ def leave_stacks(world: World, text: str) -> None:
 
 
 def left_stacks(world: World) -> dict[int, str]:
-    """The stacks that ranks have left, by rank."""
+    """Return the stacks that ranks have left, by rank."""
 
     def read(store: Any) -> dict[int, str]:
         ranks = [rank for rank in range(world.size) if store.check([_stacks_key(rank)])]
@@ -136,15 +137,15 @@ def _stacks_key(rank: int) -> str:
 
 
 def serves_store(rank: int) -> bool:
-    """Whether the process of `rank` serves the job's key-value store; torchrun serves it itself."""
+    """Check whether the process of `rank` serves the job's key-value store; torchrun serves its own."""
     return rank == 0 and processes.environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def connect(timeout_s: float) -> Any:
-    """A connection of its own to the job's key-value store; of torchrun's, the part of this start of the ranks.
+    """Return a new connection to the job's key-value store, with separate keys for each start of the ranks.
 
     Raises:
-        RuntimeError: it is not there, or not there any more. A process that is stopped does not even refuse.
+        RuntimeError: the store is not there, or no longer. A stopped process does not even refuse the connection.
     """
     from torch import distributed
 
@@ -157,17 +158,17 @@ def connect(timeout_s: float) -> Any:
 
 
 def in_group() -> bool:
-    """Whether this rank has joined the others, for which it needed the key-value store."""
+    """Check whether this rank has joined the others, for which it needed the key-value store."""
     from torch import distributed as dist
 
     return dist.is_initialized()
 
 
 def store_is_gone(timeout_s: float) -> bool:
-    """Whether nothing serves the job's key-value store (any more), to be asked when it failed.
+    """Check whether no process serves the job's key-value store any more, after the store failed.
 
-    The port of a process that has ended refuses a connection at once. That of one that is stopped takes it without a
-    word, and a machine that is lost says nothing at all: these may hang, but are not gone.
+    The port of an ended process refuses a connection at once. The port of a stopped process accepts it without an
+    answer, and a lost machine does not answer at all. These may hang, but are not gone.
     """
     try:
         address = processes.environment["MASTER_ADDR"], int(processes.environment["MASTER_PORT"])
@@ -178,10 +179,10 @@ def store_is_gone(timeout_s: float) -> bool:
 
 
 def leave_ranks(status: int) -> None:
-    """Leave the process group, and let this process end with `status` even if its destructors wait for ever.
+    """Leave the process group, and end this process with `status` even if its destructors wait for ever.
 
-    To be called when nothing refers to the model any more: the destructor of a process group that DDP's reducer still
-    refers to waits for gloo's threads while it holds the interpreter's lock, which they need.
+    Call this when no object refers to the model any more. The destructor of a process group that DDP's reducer still
+    refers to holds the interpreter's lock while it waits for gloo's threads, which need the lock.
     """
     rank, size = current_ranks()
     if size == 1:
@@ -189,24 +190,24 @@ def leave_ranks(status: int) -> None:
     with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-    with suppress(OSError):  # no timer is left: then only a destructor that waits is waited for
+    with suppress(OSError):  # without a timer, a destructor that waits delays the end
         processes.end_after(LEAVE_S, status)
     if serves_store(rank) and in_group():
         _outlive_readers(World(rank, size))
     gc.collect()  # DDP's objects refer to each other
-    with suppress(RuntimeError):  # of a group that has lost a rank; how this attempt ended is settled
+    with suppress(RuntimeError):  # the group has lost a rank; how this attempt ended is already recorded
         World(rank, size).stop()
 
 
 def _with_store(world: World, action: Callable[[Any], Any], within_s: float = 0.0) -> Any:
-    """`action(store)`, or None: rank 0, which may serve the store, can be gone or frozen."""
+    """Return `action(store)`, or None on failure: rank 0, which may serve the store, can be gone or frozen."""
     if world.size == 1:
         return None
     results: list[Any] = []
 
     def run() -> None:
         with suppress(RuntimeError):
-            if not store_is_gone(REPORT_S):  # else the connection would be tried for longer than this is waited for
+            if not store_is_gone(REPORT_S):  # otherwise PyTorch would try to connect for longer than the timeout
                 results.append(action(connect(REPORT_S)))
 
     thread = threading.Thread(target=run, name="peers", daemon=True)

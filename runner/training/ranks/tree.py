@@ -1,9 +1,9 @@
-"""Sums over the micro-batches of a step whose additions have a fixed order, whichever rank has which micro-batches.
+"""Add up values of a step's micro-batches in a fixed order, whichever rank computed them.
 
-Floating-point addition is not associative, so the order is part of the result. Here it is that of a binary tree over
-the numbers of the micro-batches: node (level, number) adds those from number * 2^level to below (number + 1) * 2^level,
-as far as there are any. A rank with a range of them adds up the nodes that lie in its range, at most two in each level,
-and whoever has the nodes of all ranks adds these. Does not import torch.
+Floating-point addition is not associative, so the order is part of the result. Here it is the order of a binary tree
+over the numbers of the micro-batches. Node (level, number) adds the micro-batches from number * 2^level to below
+(number + 1) * 2^level, as far as there are any. A rank with a range of micro-batches adds up the nodes in its range, at
+most two in each level. A rank that has the nodes of all ranks adds those. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ T = TypeVar("T")
 
 
 class Node(NamedTuple):
-    """A part of the tree, by its level above the leaves and its number in that level."""
+    """A node of the tree, by its level above the leaves and its number in that level."""
 
     level: int
     number: int
 
 
 class TreeSum(Generic[T]):
-    """Adds up values of neighbouring nodes, which are pushed from left to right.
+    """Add up values of neighbouring nodes, which are pushed from left to right.
 
     Args:
-        leaves: of the whole tree, 1 or more.
-        add: (left, right) -> their sum; may change and return `left`.
+        leaves: number of leaves of the whole tree, 1 or more.
+        add: returns the sum of (left, right); may change and return `left`.
     """
 
     def __init__(self, leaves: int, add: Callable[[T, T], T]) -> None:
@@ -35,46 +35,46 @@ class TreeSum(Generic[T]):
         self._found: list[tuple[Node, T]] = []
 
     def push(self, node: Node, value: T) -> None:
-        """Add the value of the node that follows those pushed so far."""
+        """Add the value of the node that follows the nodes pushed so far."""
         self._found.append((node, value))
         while self._grow():
             pass
 
     def _grow(self) -> bool:
-        """Replace the last node by the one above it, if that has all its parts; whether it has."""
+        """Replace the last node by its parent if the parent is complete; return True if it was."""
         (level, number), value = self._found[-1]
         above = Node(level + 1, number // 2)
         if number % 2 and len(self._found) > 1 and self._found[-2][0] == (level, number - 1):
             self._found.pop()
             self._found[-1] = above, self._add(self._found[-1][1], value)
             return True
-        if number and not number % 2 and (number + 1) << level >= self._leaves:  # there is nothing to its right
+        if number and not number % 2 and (number + 1) << level >= self._leaves:  # it has no right sibling
             self._found[-1] = above, value
             return True
         return False
 
     @property
     def nodes(self) -> list[Node]:
-        """The largest nodes that are complete, from left to right."""
+        """Return the largest complete nodes, from left to right."""
         return [node for node, _ in self._found]
 
     @property
     def values(self) -> list[T]:
-        """Their sums."""
+        """Return the sums of `nodes`."""
         return [value for _, value in self._found]
 
     def replace(self, place: int, value: T) -> None:
-        """Put another value in the place of one of `values`."""
+        """Replace one of `values`."""
         self._found[place] = self._found[place][0], value
 
     def total(self) -> T:
-        """The sum of all leaves, every one of which was pushed."""
+        """Return the sum of all leaves, after every leaf was pushed."""
         ((_, value),) = self._found
         return value
 
 
 def nodes_of(share: range, leaves: int) -> list[Node]:
-    """The largest nodes within a range of leaves."""
+    """Return the largest nodes within a range of leaves."""
     tree = TreeSum[None](leaves, lambda left, right: None)
     for leaf in share:
         tree.push(Node(0, leaf), None)
