@@ -1,1 +1,1 @@
-"""Code of the user's own at the boundaries between steps."""
+"""Call your code at the boundaries between steps."""

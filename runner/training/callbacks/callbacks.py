@@ -1,7 +1,8 @@
-"""Callbacks: code of the user's own at the boundaries between steps, which observes, logs and keeps a state.
+"""Call callbacks at the boundaries between steps: user code that observes, logs and keeps a state.
 
-They run on rank 0; with strategy=fsdp on every rank, because a forward pass needs them all. They cannot move the
-training's random generators: during a call these are seeded anew, from seed, step, callback and method.
+Callbacks run on rank 0. With strategy=fsdp they run on every rank, because a forward pass needs all ranks. They cannot
+change the random generators of the training: during a call, the generators are seeded by seed, step, callback and
+method, and restored afterwards.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from runner.training.records.recorder import Recorder
 from runner.training.records.run_state import RunState
 from runner.training.step.tasks import RESERVED as STEP_KEYS
 
-# Keys of the runner's own records, including those of timings.jsonl and those that a record has only now and then.
+# Keys of the runner's own records, including timings.jsonl and keys that only some records have.
 RESERVED = frozenset(
     (
         *STEP_KEYS,
@@ -47,11 +48,11 @@ _log = logging.getLogger(__name__)
 
 
 class Context:
-    """What a method of a callback is passed; valid until the method returns.
+    """The argument of a callback's method, valid until the method returns.
 
     Attributes:
-        model: the module of the config, not wrapped for several ranks.
-        step: completed steps.
+        model: the model of the config, not wrapped for several ranks.
+        step: number of complete steps.
         run_dir: the run directory.
         device: device of the model.
     """
@@ -66,24 +67,24 @@ class Context:
         self._owner = owner
         self._record = record
         self._values = values
-        self._name = name  # of the callback, where it may end the run
+        self._name = name  # name of the callback, if the method may end the run
         self._valid = True
 
     @property
     def config(self) -> dict[str, Any]:
-        """The run's config as plain values; a copy."""
+        """Return a copy of the run's config as plain values."""
         return deepcopy(self._owner.config)
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        """The record of this step or evaluation so far (elsewhere: of the last one of this attempt), read-only."""
+        """Return the record of this step or evaluation so far, read-only; elsewhere this attempt's last record."""
         return MappingProxyType(deepcopy(self._record))
 
     def log(self, name: str, value: float) -> None:
-        """Log a number, as `name` in the record of this step or evaluation.
+        """Log a number as `name` in the record of this step or evaluation.
 
         Raises:
-            UserError: the record has the name already, or the value is not a number that is finite or nan.
+            UserError: the record has the name already, or the value is not a number, or infinite.
         """
         self._check_valid("log")
         if not isinstance(name, str) or not name or not name.isprintable():
@@ -93,16 +94,16 @@ class Context:
         self._values[name] = _number(name, value)
 
     def stop(self, reason: str) -> None:
-        """End the run after this step, as if it were its last: it is saved, evaluated, and finished.
+        """End the run after this step, as if it were the last: the run is saved, evaluated and finished.
 
-        The run stays finished until the callback has other options, or is removed. For `on_step_end` and
-        `on_evaluation`: the other methods are called at moments that depend on kills.
+        The run stays finished until the callback gets other options or is removed. Only `on_step_end` and
+        `on_evaluation` may call this: the other methods run at moments that depend on kills.
 
         Args:
             reason: shown by `runner status`, in the report, and in the loggers.
 
         Raises:
-            UserError: it is called in another method or before the first step, or the reason is no text.
+            UserError: it is called in another method or before the first step, or the reason is not a text.
         """
         self._check_valid("stop")
         if not isinstance(reason, str) or not reason.strip():
@@ -112,28 +113,28 @@ class Context:
         self._owner.stop_asked = self._owner.stop_asked or (self._name, " ".join(reason.split()))
 
     def log_image(self, name: str, image: Any) -> None:
-        """Log an image: a file in the run directory's artifacts/, and where loggers show images.
+        """Log an image to a file in the run directory's artifacts/, and to loggers that show images.
 
         Args:
-            name: the file is called NAME-STEP.png.
+            name: name of the image. The file is NAME-STEP.png.
             image: see `runner.metrics.media.IMAGES`.
 
         Raises:
-            UserError: the name or the image is not usable.
+            UserError: the name or the image cannot be used.
         """
         self._check_valid("log_image")
         path = self._owner.run.artifacts / file_name(name, self.step, "png")
         self._owner.recorder.media(Media(self.step, name, path, png(image)))
 
     def log_text(self, name: str, text: str) -> None:
-        """Log a text: a file in the run directory's artifacts/, and where loggers show texts.
+        """Log a text to a file in the run directory's artifacts/, and to loggers that show texts.
 
         Args:
-            name: the file is called NAME-STEP.txt.
-            text: any text.
+            name: name of the text. The file is NAME-STEP.txt.
+            text: the text.
 
         Raises:
-            UserError: the name is not usable, or the text is none.
+            UserError: the name cannot be used, or the text is not a str.
         """
         self._check_valid("log_text")
         if not isinstance(text, str):
@@ -151,7 +152,7 @@ def _number(name: str, value: Any) -> float:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UserError(f"log({name!r}, …) is passed a {type(value).__name__}: pass a number")
-    with suppress(OverflowError):  # an integer that no float can hold
+    with suppress(OverflowError):  # an integer too large for a float
         if not math.isinf(value):
             return int(value) if isinstance(value, int) else float(value)
     raise UserError(f"log({name!r}, …) is passed {float('inf')}: pass a number that is finite or nan")
@@ -159,7 +160,7 @@ def _number(name: str, value: Any) -> float:
 
 @dataclass
 class Callbacks:
-    """The callbacks of an attempt; without any, each method returns at once."""
+    """The callbacks of an attempt. Without callbacks, each method returns at once."""
 
     run: RunDir
     model: nn.Module
@@ -167,29 +168,29 @@ class Callbacks:
     config: dict[str, Any]
     world: World = field(default_factory=World)
     everywhere: bool = False
-    """Whether every rank calls them, and they fail together."""
+    """True if every rank calls the callbacks, and they fail together."""
     stop: bool = False
-    """Whether one that raises ends the run; otherwise it is left out."""
+    """True if a callback that raises ends the run; otherwise it is left out."""
     recorder: Recorder = field(default_factory=Recorder)
     seconds: Callable[[float], None] = lambda seconds: None
     hooks: list[Hook] = field(default_factory=list)
     stop_asked: tuple[str, str] | None = None
-    """The callback that asks for the end of the run, and its reason."""
+    """The callback that asks to end the run, and its reason."""
     _last: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def none() -> Callbacks:
-        """No callbacks at all."""
+        """Return an object without any callbacks."""
         return Callbacks(RunDir(Path()), nn.Module(), torch.device("cpu"), {})
 
     @staticmethod
     def open(
         config: Config, world: World, run: RunDir, model: nn.Module, device: torch.device, saved: RunState | None
     ) -> Callbacks:
-        """Create the callbacks of the config, with the states that `saved` has of them.
+        """Create the callbacks of the config and restore their states from `saved`.
 
         Raises:
-            UserError: one cannot be created, has none of the methods or a misspelt one, or a state that cannot be kept.
+            UserError: a callback cannot be created, has no method or a misspelt one, or a state that cannot be saved.
         """
         everywhere = config.strategy is Strategy.fsdp and world.size > 1
         stop = config.train.on_callback_error is CallbackFailure.stop
@@ -222,15 +223,15 @@ class Callbacks:
                     self._of[method].append(hook)
 
     def has(self, method: str) -> bool:
-        """Whether one of them has this method."""
+        """Check whether a callback has this method."""
         return bool(self._of[method])
 
     def start(self, step: int) -> None:
-        """Training begins, or resumes, at `step`."""
+        """Call `on_start`: training begins or resumes at `step`."""
         self._call_and_record("on_start", step)
 
     def step_end(self, step: int, record: dict[str, Any]) -> dict[str, Any]:
-        """After a step, in training mode; `record` with what they logged."""
+        """Call `on_step_end` after a step, in training mode. Return `record` with the logged values."""
         self._last = record
         if self._of["on_step_end"]:
             began = clock.perf_counter()
@@ -239,21 +240,21 @@ class Callbacks:
         return record
 
     def evaluated(self, step: int, record: dict[str, Any]) -> dict[str, Any]:
-        """After an evaluation; `record` with what they logged."""
+        """Call `on_evaluation` after an evaluation. Return `record` with the logged values."""
         self._call("on_evaluation", step, record, record)
         self._last = {**self._last, **record}
         return record
 
     def saved(self, step: int) -> None:
-        """After a save was handed to the thread that writes it; the last one of an attempt is committed by then."""
+        """Call `on_save` once the writer thread has a save. An attempt's last save is committed by then."""
         self._call_and_record("on_save", step)
 
     def end(self, step: int) -> None:
-        """The run has all its steps."""
+        """Call `on_end`: the run has all its steps."""
         self._call_and_record("on_end", step)
 
     def keep(self, state: RunState) -> RunState:
-        """`state` with those of the callbacks."""
+        """Return `state` with the states of the callbacks."""
         if not self.hooks:
             return replace(state, callbacks={}, dropped_callbacks={})
         with generators.lent():
@@ -266,7 +267,10 @@ class Callbacks:
         )
 
     def _call_and_record(self, method: str, step: int) -> None:
-        """How often this happens depends on kills, so nothing of it is in metrics.jsonl."""
+        """Call `method` on every callback. Log its values to timings.jsonl.
+
+        The number of calls depends on kills, so metrics.jsonl must not contain the values.
+        """
         values: dict[str, Any] = {}
         self._call(method, step, self._last, values)
         if values:
@@ -286,7 +290,7 @@ class Callbacks:
 
     @contextmanager
     def _unchanged(self, hook: Hook, method: str, step: int) -> Iterator[None]:
-        """Warn of a callback that changes weights and does not say so: once, as far as torch counts changes."""
+        """Warn once of a callback that changes weights without declaring it, as far as torch counts changes."""
         versions = [] if hook.changes_training else [parameter._version for parameter in self.model.parameters()]
         yield
         if versions and versions != [parameter._version for parameter in self.model.parameters()]:
@@ -299,7 +303,7 @@ class Callbacks:
 
     @contextmanager
     def _observing(self, evaluating: bool) -> Iterator[None]:
-        """Without gradients; afterwards each module is in the mode in which it was."""
+        """Disable gradients in the block; restore the mode of each module afterwards."""
         modes = [module.training for module in self._modules]
         if evaluating:
             self.model.eval()
@@ -312,10 +316,10 @@ class Callbacks:
                     module.training = mode
 
     def _attempt(self, hook: Hook, method: str, action: Callable[[], None]) -> None:
-        """Do it; if it raises (on any rank that takes part), report that, and drop the callback or stop.
+        """Run `action`. If it raises on any participating rank, report that, and drop the callback or stop.
 
         Raises:
-            CallbackError: it raised, and the run is to stop.
+            CallbackError: it raised, and train.on_callback_error=stop is set.
         """
         failure = None
         try:
@@ -323,7 +327,7 @@ class Callbacks:
                 action()
         except (SupersededError, PeerError):
             raise  # these concern the attempt, not the callback
-        except (Exception, SystemExit) as error:  # noqa: BLE001 whatever a user's code raises
+        except (Exception, SystemExit) as error:  # noqa: BLE001 a user's code may raise anything
             failure = failure_of(hook, method, error)
         failures = self.world.gather(failure) if self.everywhere else [failure]
         found = next((each for each in failures if each is not None), None)
@@ -332,7 +336,7 @@ class Callbacks:
 
     def _drop(self, hook: Hook, failure: Failure) -> None:
         if self.world.is_main:
-            with suppress(OSError):  # the report is a convenience, which decides nothing
+            with suppress(OSError):  # the report is only a convenience
                 self.run.check_guard()
                 with files.open_append(self.run.callback_errors) as file:
                     file.write(f"{failure.summary}\n{failure.details}\n".encode())
@@ -350,7 +354,7 @@ class Callbacks:
 
 
 def _plain_config(config: Config) -> dict[str, Any]:
-    """The config as plain values, enums by name."""
+    """Return the config as plain values, with enums by name."""
 
     def plain(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         return {key: value.name if isinstance(value, Enum) else value for key, value in pairs}

@@ -1,4 +1,4 @@
-"""One callback: created from its node of the config, checked, restored, and how its failures are described."""
+"""Create one callback from the config, check it, restore it, and describe its failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runner.system import files
 from runner.training.records.run_state import RunState
 
 METHODS = ("on_start", "on_step_end", "on_evaluation", "on_save", "on_end")
-MAY_STOP = ("on_step_end", "on_evaluation")  # those whose moments do not depend on kills
+MAY_STOP = ("on_step_end", "on_evaluation")  # their moments do not depend on kills
 MAX_MESSAGE = 300
 
 
@@ -27,10 +27,10 @@ class Hook:
     """One callback of the config.
 
     Attributes:
-        code: changes with the class's file and with its options.
-        dropped: it raised, and is left out until `code` changes.
-        state: what was last saved or restored of it.
-        changes_training: whether its class says that it changes what is trained, or has been reported for doing so.
+        code: digest of the class's file and of its options.
+        dropped: True if the callback raised. It is left out until `code` changes.
+        state: state that was last saved or restored.
+        changes_training: True if its class declares that it changes what is trained, or if a warning has reported it.
     """
 
     name: str
@@ -46,27 +46,27 @@ class Hook:
         return "state_dict" in self.methods
 
     def refresh(self) -> None:
-        """Bring `state` up to date.
+        """Update `state` from the callback.
 
         Raises:
-            CheckpointError: the callback's state holds what a checkpoint cannot hold.
+            CheckpointError: the callback's state holds an object that a checkpoint cannot hold.
         """
         self.state = snapshot(self.callback.state_dict(), f"callbacks.{self.name}.state_dict()")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a callback failed: one line, and the traceback. Plain texts, since ranks exchange it."""
+    """The failure of a callback: one line, and the traceback. Plain texts, because ranks exchange it."""
 
     summary: str
     details: str
 
 
 def make_hook(name: str, node: dict[str, Any]) -> Hook:
-    """The callback of a node of the config, checked.
+    """Create and check the callback of a node of the config.
 
     Raises:
-        UserError: it cannot be created, or is none.
+        UserError: it cannot be created, or is not a callback.
     """
     key = f"callbacks.{name}"
     try:
@@ -108,10 +108,10 @@ def _check_takes_context(what: str, callback: Any, method: str) -> None:
 
 
 def _try_state(hook: Hook) -> None:
-    """At the start rather than at the first save: can this state be kept?
+    """Check at the start, rather than at the first save, that the callback's state can be saved.
 
     Raises:
-        UserError: it cannot.
+        UserError: the state cannot be saved.
     """
     try:
         hook.refresh()
@@ -122,10 +122,10 @@ def _try_state(hook: Hook) -> None:
 
 
 def restore_hook(hook: Hook, saved: RunState) -> None:
-    """The state of a checkpoint; a callback that it does not know starts afresh.
+    """Restore a callback's state from a checkpoint. A callback that the checkpoint lacks starts afresh.
 
     Raises:
-        UserError: the callback refuses it.
+        UserError: the callback refuses the state.
     """
     hook.dropped = saved.dropped_callbacks.get(hook.name) == hook.code
     if not hook.keeps_state or hook.name not in saved.callbacks:
@@ -141,7 +141,7 @@ def restore_hook(hook: Hook, saved: RunState) -> None:
 
 
 def _code(callback: Any, node: dict[str, Any]) -> str:
-    """A digest of the class's file and of its options."""
+    """Return a digest of the class's file and of its options."""
     try:
         source = files.read_bytes(Path(inspect.getfile(type(callback))))
     except (TypeError, OSError):  # built in, or made at run time
@@ -157,7 +157,7 @@ def failure_of(hook: Hook, method: str, error: BaseException) -> Failure:
 def _one_line(error: BaseException) -> str:
     try:
         message = " ".join(str(error).split())
-    except Exception:  # noqa: BLE001 its own __str__ may fail as well
+    except Exception:  # noqa: BLE001 __str__ may fail as well
         message = ""
     if not isinstance(error, UserError):
         message = f"{type(error).__name__}: {message}".rstrip(": ")
@@ -165,7 +165,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _line_of(error: BaseException, callback: Any) -> str:
-    """` (FILE, line N)`: the last line of the callback's own file on the way to the error."""
+    """Return ` (FILE, line N)` for the last line of the callback's file in the traceback."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -1,1 +1,1 @@
-"""The sources, their order, and what the training has consumed of them."""
+"""Open the sources, order their samples, and track the consumed samples."""

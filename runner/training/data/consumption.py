@@ -1,9 +1,9 @@
-"""The data order as the training loop sees it: batches with their records, phases, and the ledger of what was consumed.
+"""Present the data order to the training loop: batches with records, phases, and the ledger of consumed samples.
 
-Four kinds. `SeededConsumption` drives the two seeded samplers: a phase that changes weights ends the epoch, because
-their index lists are drawn for a whole epoch. `ElasticConsumption` has nothing to do at a phase: its segments are
-positions, known in advance. `OwnConsumption` counts the samples of a user's sampler. `Consumption` itself is for a
-user's own loader, which keeps its order to itself.
+There are four kinds. `SeededConsumption` drives the two seeded samplers. A phase that changes weights ends their epoch,
+because their index lists are drawn for a whole epoch. `ElasticConsumption` ignores phases: its segments are positions,
+known in advance. `OwnConsumption` counts the samples of a user's sampler. `Consumption` is for a user's loader, whose
+order is not known.
 """
 
 from __future__ import annotations
@@ -24,65 +24,65 @@ from runner.metrics.records import names_all
 
 @dataclass
 class Consumption:
-    """The order of a loader; here of one that does not report its samples, of which nothing is known."""
+    """The consumption of a loader that does not report its samples, so that their order is not known."""
 
     loader: Any
 
     @property
     def names(self) -> list[str]:
-        """The sources, in the order of their numbers."""
+        """Return the sources, in the order of their numbers."""
         return []
 
     def enter_step(self, step: int) -> bool:
-        """Let the phase of `step` take effect; True if the loader must be iterated anew."""
+        """Apply the phase of `step`. Return True if the loader must be iterated anew."""
         return False
 
     def batches(self) -> Iterator[tuple[Any, BatchRecord | None]]:
-        """The rest of the epoch, each batch with its record."""
+        """Return an iterator over the rest of the epoch, each batch with its record."""
         return ((batch, None) for batch in self.loader)
 
     def consume(self, record: BatchRecord | None) -> None:
-        """Count the samples of a batch that the training takes."""
+        """Count the samples of a batch that is used for training."""
 
     def sources(self, record: BatchRecord | None) -> np.ndarray | None:
-        """The number of the source of each sample of a batch, int64 of shape (B,), whatever the batch itself holds."""
+        """Return the source number of each sample of a batch, int64 of shape (B,), or None if not known."""
         return None
 
     def control(self) -> np.ndarray:
-        """This rank's part of the ledger since the last commit, to be summed over ranks."""
+        """Return this rank's part of the ledger since the last commit, to be summed over ranks."""
         return np.zeros(0, dtype=np.int64)
 
     def commit(self, vector: np.ndarray) -> None:
         """Add the sum over all ranks to the ledger."""
 
     def totals(self, step: int) -> dict[str, Any]:
-        """For the metrics: the digest, and what was consumed so far, of the sources that the line of a step names."""
+        """Return the metrics' digest and totals so far, for the sources that the line of `step` names."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the ledger of a checkpoint; call it after the loader was restored.
+        """Continue the ledger of a checkpoint. Call this after the loader was restored.
 
         Raises:
             CheckpointError: an entry is missing.
-            SamplerStateError: the order as it is now does not yield the samples that were consumed.
+            SamplerStateError: the present order does not yield the samples that were consumed.
         """
 
 
 @dataclass
 class TrackedConsumption(Consumption):
-    """Common to the samplers: every consumed sample goes into the ledger, and from there into the metrics."""
+    """The base of the samplers' consumptions: every consumed sample enters the ledger, then the metrics."""
 
     sampler: Any
     ledger: DataLedger
-    tokens_per_sample: Mapping[str, int]  # by source; a source that does not say it has no count of tokens
+    tokens_per_sample: Mapping[str, int]  # by source; without an entry, a source's tokens are not counted
     _taken: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # of this step, not in the ledger yet
 
     @cached_property
     def _ends(self) -> np.ndarray:
-        """One past the last dataset index of each source."""
+        """Return the end (exclusive) of each source's dataset indices."""
         return np.cumsum(self.ledger.sizes)
 
     @property
@@ -103,18 +103,18 @@ class TrackedConsumption(Consumption):
         return np.searchsorted(self._ends, record.indices, side="right")
 
     def positions(self, record: BatchRecord) -> np.ndarray:
-        """Positions of a batch's samples in the whole run."""
+        """Return the positions of a batch's samples in the whole run."""
         assert record.positions is not None
         return record.positions
 
     def control(self) -> np.ndarray:
-        if self._taken:  # all micro-batches at once: hashing is as fast for eight of them as for one
+        if self._taken:  # all micro-batches at once: hashing eight is as fast as hashing one
             indices, positions = zip(*self._taken, strict=True)
             self.ledger.consume(np.concatenate(indices), np.concatenate(positions))
             self._taken.clear()
         return self.ledger.local().view(np.int64)
 
-    _given: Sequence[int] = ()  # the sources of the last commit, by their numbers
+    _given: Sequence[int] = ()  # source numbers of the last commit
 
     def commit(self, vector: np.ndarray) -> None:
         self._given = self.ledger.sources_in(vector)
@@ -122,7 +122,7 @@ class TrackedConsumption(Consumption):
             self.ledger.commit(vector.view(np.uint64), self.recomputable_from())
 
     def recomputable_from(self) -> int:
-        """The first position whose samples a resume can look up."""
+        """Return the first position whose samples a resume can look up."""
         return 0
 
     def totals(self, step: int) -> dict[str, Any]:
@@ -153,12 +153,12 @@ class TrackedConsumption(Consumption):
         self.verify(state)
 
     def verify(self, state: dict[str, Any]) -> None:
-        """Recompute the samples consumed last and compare their digest."""
+        """Recompute the last consumed samples and compare their digest."""
 
 
 @dataclass
 class ElasticConsumption(TrackedConsumption):
-    """The elastic sampler's positions are those of the whole run."""
+    """The consumption of the elastic sampler, whose positions are positions of the whole run."""
 
     def verify(self, state: dict[str, Any]) -> None:
         self.ledger.verify(self.sampler.locate)
@@ -166,7 +166,7 @@ class ElasticConsumption(TrackedConsumption):
 
 @dataclass
 class SeededConsumption(TrackedConsumption):
-    """DistributedSampler and MixtureSampler, whose positions count the samples consumed by all ranks."""
+    """The consumption of DistributedSampler and MixtureSampler; positions count the samples of all ranks."""
 
     phases: PhaseSchedule | None = None
     num_replicas: int = 1
@@ -177,7 +177,7 @@ class SeededConsumption(TrackedConsumption):
     _epoch_start: int = 0
 
     def start_at(self, step: int) -> None:
-        """Set the weights that were in force in the last step before `step`; call it before the loader is restored."""
+        """Set the weights of the last step before `step`. Call this before the loader is restored."""
         if self.phases is not None:
             state = self.phases.at(max(step - 1, 0))
             self._in_force = (state.weights, state.temperature)
@@ -197,7 +197,7 @@ class SeededConsumption(TrackedConsumption):
         return True
 
     def positions(self, record: BatchRecord) -> np.ndarray:
-        """Counted from the samples of all ranks before this step; ranks alternate."""
+        """Count positions from the samples of all ranks before this step; ranks alternate."""
         assert record.indices is not None
         count = len(record.indices)
         base = self.ledger.total + self._pending * self.num_replicas
@@ -217,9 +217,9 @@ class SeededConsumption(TrackedConsumption):
         return {**super().state_dict(), "epoch": self._epoch, "epoch_start": self._epoch_start}
 
     def verify(self, state: dict[str, Any]) -> None:
-        """Only within the current epoch: the lists of earlier ones would have to be drawn again."""
+        """Verify the current epoch only, because the lists of earlier epochs would have to be drawn again."""
         self._epoch, self._epoch_start = state["epoch"], state["epoch_start"]
-        if not hasattr(self.sampler, "indices_at"):  # a user's, which cannot look up the order of an epoch
+        if not hasattr(self.sampler, "indices_at"):  # a user's sampler, which cannot look up the order of an epoch
             return
         names, starts = np.array(self.ledger.names), self._ends - self.ledger.sizes
 
@@ -233,7 +233,7 @@ class SeededConsumption(TrackedConsumption):
 
 @dataclass
 class OwnConsumption(SeededConsumption):
-    """A user's sampler, whose samples are counted, unless its state is a position in the run."""
+    """The consumption of a user's sampler. Samples are counted, unless its state is a position in the run."""
 
     def positions(self, record: BatchRecord) -> np.ndarray:
         by_position = hasattr(self.sampler, "state_dict_at") and record.positions is not None

@@ -1,4 +1,4 @@
-"""After which steps an epoch is complete, for what happens every so many epochs."""
+"""Find the steps that complete an epoch, for actions every so many epochs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from runner.config.schema import Config
 
 @dataclass(frozen=True)
 class EpochSteps:
-    """Relates steps to epochs.
+    """Relate steps to epochs.
 
     Args:
-        kind: of the sampler.
-        total: samples of all sources.
-        drop_last: of the sampler.
-        shapes: how the steps so far were split, with the shape of the next one last.
+        kind: kind of the sampler.
+        total: number of samples of all sources.
+        drop_last: the sampler's option.
+        shapes: batch shapes of the steps so far, and last the shape of the next step.
     """
 
     kind: Kind
@@ -30,19 +30,19 @@ class EpochSteps:
 
     @staticmethod
     def of(config: Config, sizes: Sequence[int], shapes: Sequence[BatchShape]) -> EpochSteps:
-        """Make those of a run, whose sources have so many samples each."""
+        """Create the relation for a run whose sources have `sizes` samples."""
         return EpochSteps(config.sampler.kind.value, sum(sizes), config.sampler.drop_last, shapes)
 
     def samples(self, epochs: Fraction) -> int:
-        """Count the samples of so many epochs, over all ranks."""
+        """Return the number of samples of `epochs` epochs, over all ranks."""
         last = self.shapes[-1]
         return self.kind.samples_of(epochs, self.total, last.world_size, last.batch_size, self.drop_last)
 
     def completes(self, every: float, step: int) -> bool:
-        """Return whether a multiple of `every` epochs is complete after `step` steps and not after one step less.
+        """Return True if a multiple of `every` epochs is complete after `step` steps, but not a step before.
 
-        As the length of a run in epochs does, this counts whole steps: the samples of the last, incomplete step of an
-        epoch count towards the next one.
+        This counts whole steps, like the length of a run in epochs. The samples of the last, incomplete step of an
+        epoch count towards the next epoch.
         """
         if step < 1:
             return False
@@ -55,5 +55,5 @@ class EpochSteps:
 
 
 def exact(epochs: float) -> Fraction:
-    """Take a number of epochs as it was written: 0.29 of 100 samples are 29."""
+    """Return a number of epochs as the fraction that was written: 0.29 of 100 samples are 29."""
     return Fraction(str(epochs))

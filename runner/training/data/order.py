@@ -1,4 +1,4 @@
-"""Resolved config -> the order in which the ranks read the sources: batch shapes, samplers, records, and the length."""
+"""Make the data order from the resolved config: batch shapes, samplers, records, and the length of the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 def batch_shape(config: Config, world: World, step: int) -> BatchShape:
-    """How the steps from `step` on are split.
+    """Return the batch shape of the steps from `step` on.
 
     Raises:
         UserError: train.global_batch_size cannot be divided among the ranks.
@@ -54,7 +54,7 @@ def batch_shape(config: Config, world: World, step: int) -> BatchShape:
 
 
 def warn_of_idle_ranks(shape: BatchShape) -> None:
-    """Warn if a step has fewer micro-batches than there are ranks."""
+    """Warn if a step has fewer micro-batches than ranks."""
     if 0 < shape.micro_batches < shape.world_size:
         _log.warning(
             f"{shape.world_size - shape.micro_batches} of {shape.world_size} ranks have nothing to do: a step has "
@@ -70,12 +70,15 @@ def make_sampler(
     shapes: Sequence[BatchShape],
     allow_change: bool,
 ) -> Any:
-    """The sampler of this rank.
+    """Create the sampler of this rank.
 
     Args:
-        dataset: the sources `datasets` concatenated; the sampler yields indices into it.
-        shapes: the batch shapes of the run: they turn the start step of a phase into a position.
-        allow_change: whether the state of another data plan may be loaded.
+        config: config of the run.
+        dataset: the concatenation of `datasets`; the sampler yields indices into it.
+        datasets: sources by name.
+        world: the ranks.
+        shapes: batch shapes of the run, which turn the start step of a phase into a position.
+        allow_change: allow the state of another data plan to be loaded.
     """
     options, sizes = config.sampler, {name: len(part) for name, part in datasets.items()}
     if options.kind.value.is_own:
@@ -90,7 +93,7 @@ def make_sampler(
 def _elastic_sampler(
     config: Config, datasets: dict[str, Any], shapes: Sequence[BatchShape], world: World, allow_change: bool
 ) -> Any:
-    """That of this rank: of its part of each global batch, or of its micro-batches."""
+    """Create the sampler of this rank's part of each global batch, or of its micro-batches."""
     from exactdata import ElasticSampler
 
     shape, phases = shapes[-1], phase_schedule(config)
@@ -116,14 +119,17 @@ def _elastic_sampler(
 
 
 def make_own_sampler(config: Config, dataset: Any, sizes: dict[str, int], num_replicas: int, rank: int) -> Any:
-    """The sampler that `sampler._target_` names.
+    """Create the sampler that `sampler._target_` names.
 
     Args:
-        dataset: its first argument.
-        sizes: samples by source name.
+        config: config of the run.
+        dataset: first argument of the sampler.
+        sizes: number of samples by source.
+        num_replicas: number of ranks.
+        rank: this rank.
 
     Raises:
-        UserError: it cannot be created, lacks a method, or its order cannot be repeated.
+        UserError: the sampler cannot be created, lacks a method, or its order cannot be repeated.
     """
     from exactdata.own_sampler import own_sampler
 
@@ -131,7 +137,7 @@ def make_own_sampler(config: Config, dataset: Any, sizes: dict[str, int], num_re
     node = options.node(())
     try:
         names = set(inspect.signature(bind("sampler", node).func).parameters) - options.options.keys()
-    except ValueError:  # some written in C have none
+    except ValueError:  # some functions written in C have no signature
         names = set()
     if options.temperature != 1 and "temperature" not in names:
         raise UserError(
@@ -149,10 +155,10 @@ def make_own_sampler(config: Config, dataset: Any, sizes: dict[str, int], num_re
 
 
 def check_epoch(config: Config, sampler: Any) -> None:
-    """Check that an epoch, or a capped order, holds a batch of every rank at all: incomplete ones are dropped.
+    """Check that an epoch, or a capped order, holds a full batch for every rank. Incomplete batches are dropped.
 
     Raises:
-        UserError: it does not.
+        UserError: it has fewer samples.
     """
     key, least, whose = "train.batch_size", config.train.batch_size, "a rank gets"
     if isinstance(sampler, MicroBatchSampler):
@@ -160,7 +166,7 @@ def check_epoch(config: Config, sampler: Any) -> None:
         sampler = sampler.sampler
     try:
         samples = len(sampler)
-    except TypeError:  # it does not end
+    except TypeError:  # the order is endless
         return
     if samples < least:
         remedy = ", or raise sampler.max_epochs" if config.sampler.max_epochs else ""
@@ -171,7 +177,7 @@ def check_epoch(config: Config, sampler: Any) -> None:
 
 
 def order_record(config: Config, sampler: Any, datasets: dict[str, Any], shapes: Sequence[BatchShape]) -> OrderRecord:
-    """What `runner inspect` needs to know about the data order."""
+    """Return the record of the data order that `runner inspect` needs."""
     sizes = {name: len(part) for name, part in datasets.items()}
     shape: dict[str, Any] = {
         "steps": config.steps,
@@ -198,7 +204,7 @@ def order_record(config: Config, sampler: Any, datasets: dict[str, Any], shapes:
 
 
 def data_plan(config: Config) -> dict[str, Any]:
-    """The part of the config that determines the data order: equal if only the batch shape was changed."""
+    """Return the settings that determine the data order. They are equal if only the batch shape has changed."""
     options = config.sampler
     return {
         "weights": source_weights(config),
@@ -211,16 +217,18 @@ def data_plan(config: Config) -> dict[str, Any]:
 
 
 def with_steps(config: Config, sizes: Sequence[int], shapes: Sequence[BatchShape]) -> Config:
-    """`config` with the number of steps that `train.epochs` requires; unchanged if `train.steps` sets the length.
+    """Return `config` with the number of steps that `train.epochs` requires.
+
+    If `train.steps` sets the length, the config is returned unchanged.
 
     Args:
         config: config of the run.
-        sizes: the samples of each source.
-        shapes: how the steps so far were split, with the shape of the next one last; after a change of shape, the
-            steps that are left follow from the samples that are left.
+        sizes: number of samples of each source.
+        shapes: batch shapes of the steps so far, and last the shape of the next step. After a change of shape, the
+            remaining steps follow from the remaining samples.
 
     Raises:
-        UserError: the epochs are less than one step, or something else in the config needs a longer run.
+        UserError: the epochs are less than one step, or another setting needs a longer run.
     """
     if config.train.epochs is None:
         return config

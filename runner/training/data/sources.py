@@ -1,4 +1,4 @@
-"""Resolved config -> the datasets that an attempt trains with or evaluates on, joined to one, and weighed."""
+"""Open the datasets of the resolved config, for training or evaluation, join them, and weigh them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ from runner.errors import UserError
 from runner.system import files
 
 WHOLE_FILE_BYTES = 1 << 26
-"""Up to this size a file counts as a whole; of a larger one its first and its last half of as many bytes."""
+"""A file up to this size is hashed completely. Of a larger file, only this many bytes are: half from its start, half
+from its end."""
 
 
 def open_sources(config: Config, group: str = "sources", streams: bool = False) -> dict[str, Any]:
-    """The datasets of `data.sources` or `data.eval_sources`, by name.
+    """Open the datasets of `data.sources` or `data.eval_sources`, by name.
 
     Args:
-        streams: iterable datasets are welcome as well.
+        config: config of the run.
+        group: `sources` or `eval_sources`.
+        streams: accept iterable datasets, too.
 
     Raises:
-        UserError: one cannot be instantiated, is not a map-style dataset, or has more tokens than the model.
+        UserError: a dataset cannot be created, is not map-style, or has more tokens than the model.
     """
     datasets = {name: instantiate(f"data.{group}.{name}", node) for name, node in getattr(config.data, group).items()}
     vocabulary = config.model.get("vocab_size")
@@ -56,15 +59,15 @@ def open_sources(config: Config, group: str = "sources", streams: bool = False) 
 
 
 def tokens_per_sample(datasets: dict[str, Any]) -> dict[str, int]:
-    """Tokens in each sample, by source, for the datasets that say it by an attribute of this name."""
+    """Return the tokens of each sample by source, for datasets with an attribute of this name."""
     said = {name: getattr(dataset, "tokens_per_sample", None) for name, dataset in datasets.items()}
     return {name: tokens for name, tokens in said.items() if isinstance(tokens, int) and not isinstance(tokens, bool)}
 
 
 def mean_tokens(datasets: dict[str, Any]) -> dict[str, float]:
-    """Tokens of a sample on average, by source, for the datasets that say it.
+    """Return the mean number of tokens of a sample by source, for the datasets that state it.
 
-    They do by `tokens_per_sample`, or by `total_tokens` where their samples hold different numbers of tokens.
+    Datasets state it by `tokens_per_sample`, or by `total_tokens` if their samples have different numbers of tokens.
     """
     totals = {name: getattr(dataset, "total_tokens", None) for name, dataset in datasets.items()}
     means = {name: total / len(datasets[name]) for name, total in totals.items() if total and isinstance(total, int)}
@@ -72,7 +75,7 @@ def mean_tokens(datasets: dict[str, Any]) -> dict[str, float]:
 
 
 def measures(datasets: dict[str, Any]) -> dict[str, Callable[[Any], Any]]:
-    """What counts the tokens and documents of samples, by source, where a dataset says only its `total_tokens`."""
+    """Return by source the function that counts tokens and documents, for datasets that state only `total_tokens`."""
     return {
         name: part.measure
         for name, part in datasets.items()
@@ -81,10 +84,11 @@ def measures(datasets: dict[str, Any]) -> dict[str, Callable[[Any], Any]]:
 
 
 def join_sources(datasets: dict[str, Any], collate: Callable[[Any], Any] | None = None) -> Any:
-    """One dataset of all of them, whose samples are what the datasets return; a single one is returned as it is.
+    """Join the datasets to one whose samples are theirs. Return a single dataset as it is.
 
     Args:
-        collate: that of `data.collate`: a list of samples, not a finished batch, is what it takes.
+        datasets: sources by name.
+        collate: the function of `data.collate`, which takes a list of samples rather than a finished batch.
     """
     whole = next(iter(datasets.values()))
     if len(datasets) == 1 and (collate is None or not is_collated(whole)):
@@ -93,7 +97,7 @@ def join_sources(datasets: dict[str, Any], collate: Callable[[Any], Any] | None 
 
 
 def make_collate(config: Config) -> Callable[[Any], Any] | None:
-    """What makes a batch from a list of samples: a function, or an instance of a class; None: torch's default.
+    """Return the function or object that makes a batch from a list of samples; None for torch's default.
 
     Raises:
         UserError: it cannot be called with a list of samples.
@@ -113,10 +117,10 @@ def make_collate(config: Config) -> Callable[[Any], Any] | None:
 
 
 def fingerprint(config: Config, datasets: dict[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint and the run that loads it must have in common.
+    """Return the properties of the data that a checkpoint and the run that loads it must have in common.
 
-    Each source has parts of its own, since a run may allow sources to be added and removed; with
-    `run.allow_data_change` other content, too.
+    Each source has separate entries, because a run may allow sources to be added and removed. With
+    `run.allow_data_change`, their content may differ, too.
     """
     parts: dict[str, Any] = {"seed": config.seed, "sampler": config.sampler.kind.name}
     for name, dataset in datasets.items():
@@ -160,14 +164,14 @@ def _identified(path: Path) -> dict[str, Any]:
 def with_weights(config: Config, datasets: dict[str, Any]) -> Config:
     """Return `config` with a number for every weight that `sampler.weights_by` leaves to the data.
 
-    With `weights_by=tokens` weights are shares of tokens, and a sampler takes shares of samples: see `_of_samples`.
+    With `weights_by=tokens`, weights are shares of tokens, but a sampler takes shares of samples. See `_of_samples`.
 
     Args:
         config: config of the run.
-        datasets: the sources by name.
+        datasets: sources by name.
 
     Raises:
-        UserError: a source does not say how many tokens its samples have, or all are empty.
+        UserError: a source does not state its tokens per sample, or all sources are empty.
     """
     by, weights = config.sampler.weights_by, source_weights(config)
     means = mean_tokens(datasets)
@@ -204,10 +208,10 @@ def with_weights(config: Config, datasets: dict[str, Any]) -> Config:
 
 
 def _check_unit(config: Config, differ: bool) -> None:
-    """Check that a branch means by a weight what its trunk does, where shares of tokens and of samples `differ`.
+    """Check that a weight means the same in a branch as in its trunk, if shares of tokens and samples `differ`.
 
     Raises:
-        UserError: it does not.
+        UserError: the meanings differ.
     """
     if "sampler.weights_by" not in config.fork.was or not differ:
         return
@@ -221,9 +225,9 @@ def _check_unit(config: Config, differ: bool) -> None:
 
 
 def _of_samples(config: Config, means: dict[str, float]) -> Config:
-    """Turn weights that are shares of tokens into shares of samples: divided by the tokens of a sample on average.
+    """Turn shares of tokens into shares of samples, dividing by the mean tokens of a sample.
 
-    A temperature is of the shares of tokens, and so applied here: the sampler's is 1.
+    A temperature applies to the shares of tokens, so it is applied here. The sampler's temperature is 1.
     """
     schedule = phase_schedule(config)
 

@@ -1,4 +1,4 @@
-"""The data that an attempt trains with: the sources, their loader, and their order as the training loop sees it."""
+"""Open the training data of an attempt: the sources, their loader, and their order for the training loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from runner.training.records.run_state import RunState
 
 
 def run_state_at(step: int, config: Config, world: World, before: RunState | None) -> RunState:
-    """Return the state of an attempt that begins or resumes at `step`.
+    """Return the run state of an attempt that begins or resumes at `step`.
 
     Raises:
         UserError: train.global_batch_size cannot be divided among the ranks.
@@ -59,13 +59,16 @@ def open_training_data(
     before: RunState | None,
     step: int,
 ) -> Consumption:
-    """Open the training data: their order from `step` on, and in it the loader, which is not restored yet.
+    """Open the training data in their order from `step` on. The loader is not restored yet.
 
     Args:
-        datasets: the sources by name.
-        device: for which batches are pinned.
-        now: of this attempt.
-        before: of the checkpoint that it resumes.
+        config: config of the run.
+        world: the ranks.
+        datasets: sources by name.
+        device: device for which batches are pinned.
+        now: run state of this attempt.
+        before: run state of the resumed checkpoint; None if the run begins.
+        step: number of complete steps.
 
     Raises:
         UserError: the loader or the sampler cannot be created, or the data are less than a batch.
@@ -74,7 +77,7 @@ def open_training_data(
         return Consumption(instantiate("data.loader", config.data.loader))
     collate = make_collate(config)
     dataset = join_sources(datasets, collate)
-    # The same plan at other positions: only the batch shape changed.
+    # The same plan at other positions means that only the batch shape has changed.
     same_plan = before is not None and before.data_plan == now.data_plan
     allow_change = config.run.allow_data_change or same_plan or config.fork.begins_at(step)
     sampler = make_sampler(config, dataset, datasets, world, now.batch_shapes, allow_change)
@@ -99,7 +102,7 @@ def open_training_data(
 
 
 def _options(config: Config, device: torch.device) -> SimpleNamespace:
-    """What the loader of a run is told beside its sampler; its workers show their stacks when they hang."""
+    """Return the options of the loader. Its workers show their stacks when they hang."""
     data = config.data
     return SimpleNamespace(
         num_workers=data.num_workers,
@@ -112,7 +115,7 @@ def _options(config: Config, device: torch.device) -> SimpleNamespace:
 def record_order(
     run: RunDir, config: Config, consumption: Consumption, datasets: dict[str, Any], shapes: Sequence[BatchShape]
 ) -> None:
-    """Write what `runner inspect` needs to know about the data order, if it is known here."""
+    """Write the record of the data order that `runner inspect` needs, if the order is known."""
     if isinstance(consumption, TrackedConsumption):
         order = order_record(config, consumption.sampler, datasets, shapes)
         insist(lambda: order_file.write(order, run.order, run.guard), run.order)
