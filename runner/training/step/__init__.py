@@ -1,1 +1,1 @@
-"""One training step: the task's computation, its updates, the sums over micro-batches and ranks."""
+"""Make one training step: the task's computation, its updates, and sums over micro-batches and ranks."""

@@ -1,4 +1,4 @@
-"""How many samples and tokens a step has; tokens are counted only where the data have any."""
+"""Count the samples and tokens of a step. Tokens are counted only if the data have them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ NONE_STATED = np.zeros(0, np.int64)
 
 
 def stated_tokens(names: Sequence[str], tokens_per_sample: Mapping[str, float]) -> NDArray[np.int64]:
-    """The tokens of a sample of each source in `names`, one number if it is the same of all; empty unless all state it.
+    """Return the tokens per sample of each source in `names`, or one number if all sources have the same.
 
-    A float is only their mean, and states nothing of a sample.
-    Once: a step's cost does not depend on how many sources there are.
+    The array is empty unless every source states an integer. A float is only a mean. This is called once, so that the
+    cost of a step does not depend on the number of sources.
     """
     stated = [tokens_per_sample[name] for name in names if isinstance(tokens_per_sample.get(name), int)]
     if len(stated) < len(names):
@@ -25,7 +25,7 @@ def stated_tokens(names: Sequence[str], tokens_per_sample: Mapping[str, float]) 
 
 
 def samples_in(batch: Any) -> int:
-    """Samples in a batch: the length of its first tensor, or of the batch itself."""
+    """Return the number of samples in a batch: the length of its first tensor, or of the batch itself."""
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.ndim else 1
     if isinstance(batch, Mapping) and batch:
@@ -38,15 +38,15 @@ def samples_in(batch: Any) -> int:
 def tokens_in(
     batch: Any, samples: int, stated: NDArray[np.int64] = NONE_STATED, sources: NDArray[np.int64] | None = None
 ) -> int | None:
-    """Tokens in a batch, None if it has none.
+    """Return the number of tokens in a batch, or None if it has none.
 
     Args:
-        batch: as the loader yields it.
-        samples: how many it has.
-        stated: the tokens of a sample, where all sources state it (`stated_tokens`). Otherwise the
-            tokens are those of `document_ids` of shape (B, T) that are not -1, or else the integer `input_ids` of shape
-            (B, T), without those that `attention_mask` leaves out.
-        sources: the number of the source of each sample, if it is known.
+        batch: batch of the loader.
+        samples: number of its samples.
+        stated: tokens per sample if all sources state it (`stated_tokens`). Otherwise the tokens are the entries of
+            `document_ids`, shape (B, T), that are not -1. Without these, they are the integer `input_ids`, shape (B,
+            T), that `attention_mask` does not leave out.
+        sources: source number of each sample, if known.
     """
     if len(stated) == 1:
         return samples * int(stated[0])

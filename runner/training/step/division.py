@@ -1,7 +1,7 @@
-"""How the ranks share a training step: which micro-batches each computes, and how what they computed is added up.
+"""Divide a training step among the ranks: the micro-batches of each rank, and the sums over all ranks.
 
-In the usual way every rank computes as many micro-batches, and sums go over the ranks. See
-`runner.training.step.invariant` for the one whose results do not depend on the number of ranks.
+Usually every rank computes the same number of micro-batches, and sums go over the ranks. See
+`runner.training.step.invariant` for steps whose results do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from runner.training.ranks.parallel import Computation, SharedBuffers, accumulat
 
 
 class Division:
-    """One rank's part in the steps; every rank calls the same methods in the same order.
+    """One rank's part in the steps. Every rank calls the same methods in the same order.
 
-    Here every rank computes `accum` micro-batches: with DDP, FSDP, or all-reduce where a task takes the step.
+    Here, every rank computes `accum` micro-batches: with DDP, FSDP, or all-reduce if a task takes the step.
 
     Args:
-        whole_steps: whether the task takes them: then nothing is reduced by itself.
+        whole_steps: True if the task takes whole steps. Then the backward pass reduces nothing.
 
     Attributes:
-        count: micro-batches of this rank in a step.
-        parts: by which the mean loss of a micro-batch is divided before its gradients are added up.
-        total: micro-batches of all ranks in a step.
-        in_loop: why calls that involve all ranks must not be made while micro-batches are iterated; None: they may.
+        count: number of this rank's micro-batches in a step.
+        parts: divisor of a micro-batch's mean loss, before its gradients are added up.
+        total: number of all ranks' micro-batches in a step.
+        in_loop: why calls that involve all ranks must not be made while micro-batches are iterated; None if they may.
     """
 
     in_loop: str | None = None
@@ -44,7 +44,7 @@ class Division:
         self.total = accum * world.size
 
     def wrap(self, computation: Computation, device: torch.device) -> nn.Module:
-        """What computes a micro-batch's loss in the default step.
+        """Return the module that computes a micro-batch's loss in the default step.
 
         Raises:
             RuntimeError: the ranks cannot compare their parameters (see `peer_errors`).
@@ -53,56 +53,56 @@ class Division:
         return self._computation
 
     def begin(self, index: int) -> None:
-        """The step that begins when `index` steps are complete."""
+        """Begin the step after `index` complete steps."""
 
     def iteration(self) -> AbstractContextManager[None]:
-        """Around an iteration over this rank's micro-batches; a task that takes the step may iterate again."""
+        """Enclose an iteration over this rank's micro-batches. A task that takes the step may iterate again."""
         return nullcontext()
 
     def micro_batch(self, number: int) -> AbstractContextManager[None]:
-        """Around what is computed from this rank's micro-batch `number`, from 0, gradients included."""
+        """Enclose the computation from this rank's micro-batch `number` (from 0), gradients included."""
         return accumulating(self._computation, last=number == self.count - 1)
 
     def sum(self, rows: np.ndarray, outside: np.ndarray) -> np.ndarray:
-        """The sum of all rows of all ranks.
+        """Return the sum of all rows of all ranks.
 
         Args:
-            rows: one per micro-batch of this rank, float64 (count, width); of the same width on every rank.
-            outside: what belongs to no micro-batch, from `everywhere`; float64 (width,).
+            rows: one row per micro-batch of this rank, float64 (count, width); the same width on every rank.
+            outside: values that belong to no micro-batch, from `everywhere`; float64 (width,).
         """
         return self._world.sum(torch.from_numpy(rows.sum(0) + outside)).numpy()
 
     def everywhere(self, values: np.ndarray, single: np.ndarray) -> np.ndarray:
-        """What this rank has to add up of values that were logged outside of micro-batches.
+        """Return this rank's addends among values that were logged outside of micro-batches.
 
         Args:
-            values: those that are one per sample of this rank; float64 (N,).
-            single: those that are one number; float64 (M,).
+            values: values with one number per sample of this rank; float64 (N,).
+            single: values that are a single number; float64 (M,).
         """
         return np.concatenate([values, single])
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """The mean over the first dimension and all ranks, in float64; of shape `values.shape[1:]`."""
+        """Return the mean over the first dimension and all ranks, in float64, of shape `values.shape[1:]`."""
         sums = torch.cat([values.double().sum(0).reshape(-1).cpu(), torch.tensor([len(values)])])
         sums = self._world.sum(sums)
         return (sums[:-1] / sums[-1]).view(values.shape[1:])
 
     def check(self, name: str) -> None:
-        """Before an optimizer's update exchanges anything.
+        """Check the step before an optimizer's update exchanges anything.
 
         Raises:
-            UserError: the step depends on ranks in a way that it must not.
+            UserError: the step depends on the ranks in a way that is not allowed.
         """
 
     def reduce_gradients(self, name: str) -> None:
-        """Give the parameters of an optimizer their gradients of the whole step."""
+        """Reduce the gradients of an optimizer's parameters to the gradients of the whole step."""
         if self._whole_steps:
             average_gradients(self._optimizers.parameters(name), self._world)
 
     def holds_gradients(self) -> bool:
-        """Whether any rank has gradients of an update to come that are not its parameters' yet; on every rank."""
+        """Check whether any rank has gradients of a later update outside of its parameters; on every rank."""
         return False
 
     def end(self) -> None:
-        """The step's updates are made."""
+        """End the step, after its updates."""
         self._buffers.synchronize()

@@ -1,12 +1,12 @@
-"""Rank-invariant training: losses, metrics and weights that do not depend on how many ranks computed them.
+"""Train rank-invariantly: losses, metrics and weights do not depend on how many ranks computed them.
 
 A step is a fixed number of micro-batches, each a fixed range of positions. Each is computed with random generators that
-are seeded by (seed, step, its number), and what is computed from them is added up in the order of a binary tree
-(`runner.training.ranks.tree`), whoever computed which. A rank takes neighbouring micro-batches and adds up the parts of
-the tree that it has by itself. Then each rank gets one slice of these parts from all ranks, adds them up, and sends the
-sum to all: as much traffic as in a ring all-reduce, if a rank's micro-batches are one part of the tree.
+are seeded by (seed, step, micro-batch). The results are added up in the order of a binary tree
+(`runner.training.ranks.tree`), whichever rank computed them. A rank takes neighbouring micro-batches and adds up the
+nodes of the tree that it has alone. Then each rank receives one slice of these nodes from all ranks, adds it up, and
+sends the sum to all. The traffic equals a ring all-reduce if a rank's micro-batches form one node.
 
-What this needs is checked in the first step: nothing that a forward pass changes may reach the next micro-batch.
+This requires that no change in a forward pass reaches the next micro-batch, which is checked in the first step.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class FixedMicroBatches(Division):
-    """This rank's part in rank-invariant steps.
+    """One rank's part in rank-invariant steps.
 
     Args:
         world: the ranks.
-        model: on its device; gets the parameters of rank 0.
-        task: for messages, and its state.
-        optimizers: over the parameters of `model`.
-        shape: how a step is split; with `micro_batches`.
+        model: the model on its device; receives the parameters of rank 0.
+        task: the task, for messages and its state.
+        optimizers: optimizers of the model's parameters.
+        shape: batch shape of a step, with `micro_batches`.
         seed: seed of the run.
         device: device of the model.
 
@@ -101,7 +101,7 @@ class FixedMicroBatches(Division):
         self._index = self._number_of_passes = 0
         self._unchanged: Unchanged | None = Unchanged(model)  # in the first step
         SharedBuffers(world, model).synchronize()
-        # A model may have drawn its weights from what is not seeded.
+        # The model may have drawn its weights from a generator that is not seeded.
         broadcast_tensors([*model.parameters()], world)
 
     def wrap(self, computation: Computation, device: torch.device) -> nn.Module:
@@ -111,7 +111,7 @@ class FixedMicroBatches(Division):
         self._index, self._number_of_passes = index, 0
         for gradients in self._gradients.values():
             gradients.clear()
-        if self._task.take_step is not None:  # else nobody draws before the first micro-batch
+        if self._task.take_step is not None:  # otherwise no code draws before the first micro-batch
             self._draw_as(OUTSIDE)
 
     @contextmanager
@@ -138,9 +138,9 @@ class FixedMicroBatches(Division):
             gradients.end_micro_batch()
 
     def _draw_as(self, micro_batch: int) -> None:
-        """Seed the generators for a micro-batch of the present pass, or for what is computed outside of them.
+        """Seed the generators for a micro-batch of the present pass, or for code outside of micro-batches.
 
-        Outside of them are a task's own lines, and an optimizer that draws, as for Langevin dynamics.
+        Such code is a task's own lines, or an optimizer that draws random numbers, as for Langevin dynamics.
         """
         generators.seed(generators.seed_of(self._seed, self._index, self._number_of_passes, micro_batch), gpus=True)
 
@@ -162,13 +162,13 @@ class FixedMicroBatches(Division):
         return total
 
     def everywhere(self, values: np.ndarray, single: np.ndarray) -> np.ndarray:
-        """All ranks' values, sorted as a sum depends on their order; what is not per sample is that of rank 0."""
+        """Return all ranks' values, sorted because a sum depends on their order, and rank 0's single numbers."""
         found = self._world.gather((values, single))
         return np.concatenate([np.sort(np.concatenate([values for values, _ in found])), found[0][1]])
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         everywhere = torch.cat([part for part in self._world.gather(values.cpu()) if len(part)])
-        return everywhere.double().sort(0).values.mean(0)  # a task may have collected them in several passes
+        return everywhere.double().sort(0).values.mean(0)  # in any order of a task's passes
 
     @torch.no_grad()
     def reduce_gradients(self, name: str) -> None:
@@ -200,7 +200,7 @@ class FixedMicroBatches(Division):
         return bool(self._world.sum(torch.tensor([held], dtype=torch.int32)).any())
 
     def end(self) -> None:
-        """Check, after the first step, that the ranks' tasks have kept the same."""
+        """Check after the first step that the states of the ranks' tasks are equal."""
         if self._unchanged is None:
             return
         self._unchanged = None
@@ -218,10 +218,10 @@ class FixedMicroBatches(Division):
 
 
 def _check_running_statistics(model: nn.Module) -> None:
-    """Refuse layers that keep statistics of what they saw, before a step finds that they change.
+    """Refuse layers that keep running statistics, before a step finds that they change.
 
     Raises:
-        UserError: there is one, in training mode.
+        UserError: there is such a layer in training mode.
     """
     model.train()
     for name, module in model.named_modules():
@@ -238,7 +238,7 @@ def _changes(what: str) -> str:
 
 
 class StateOfMain:
-    """The loader's state as all ranks save it: that of rank 0, which depends on the position in the run alone."""
+    """The loader's state as all ranks save it: rank 0's state, which depends only on the position in the run."""
 
     def __init__(self, world: World, loader: Any) -> None:
         self._world = world
@@ -252,10 +252,10 @@ class StateOfMain:
 
 
 class Unchanged:
-    """Finds out whether the forward passes of a step change what `model` keeps from one to the next.
+    """Find out whether the forward passes of a step change state that `model` keeps for the next step.
 
-    That are the weights, the persistent buffers, and what modules save beside them (`get_extra_state`). What no
-    checkpoint holds is not looked at: a cache may grow, and a run that depends on such a state does not resume exactly
+    Such state is the weights, the persistent buffers, and the extra state of modules (`get_extra_state`). State that is
+    not in a checkpoint is ignored: a cache may grow, and a run that depends on such a state does not resume exactly
     either.
     """
 
@@ -265,26 +265,26 @@ class Unchanged:
         self._changed: str | None = None
 
     def remember(self) -> None:
-        """Before the first one."""
+        """Remember the state before the first forward pass."""
         self._before = self._kept()
 
     def compare(self) -> None:
-        """After the last one."""
+        """Compare the state after the last forward pass."""
         now = self._kept()
         changed = (name for name, value in self._before.items() if any(nested_differences(value, now.get(name), name)))
         self._changed = self._changed or next(changed, None)
 
     def check(self) -> None:
-        """Check that nothing has changed.
+        """Check that the state has not changed.
 
         Raises:
-            UserError: something has.
+            UserError: the state has changed.
         """
         if self._changed is not None:
             raise UserError(_changes(self._changed))
 
     def _kept(self) -> dict[str, Any]:
-        """By what it is called; of a weight a checksum, as there may be no memory for another copy."""
+        """Return the state by name, with a checksum for each weight, because memory may not suffice for a copy."""
         found: dict[str, Any] = {f"parameter {name}": _checksum(p) for name, p in self._model.named_parameters()}
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         for name, value in self._model.state_dict().items():
@@ -298,6 +298,6 @@ class Unchanged:
 
 
 def _checksum(parameter: torch.Tensor) -> int:
-    """The sum of its bits, taken as integers."""
+    """Return the sum of a parameter's bits, taken as integers."""
     values = parameter.detach().reshape(-1)
     return int(values.view(_WORDS.get(values.element_size(), torch.int64)).sum())

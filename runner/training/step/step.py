@@ -1,4 +1,4 @@
-"""One training step: a task's computation over the micro-batches, its updates, and the sums over all ranks."""
+"""Make one training step: a task's computation over the micro-batches, its updates, and sums over all ranks."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from runner.training.step.weights import Weights, mean
 
 @dataclass(frozen=True)
 class Drawn:
-    """A micro-batch as the loader gave it.
+    """A micro-batch from the loader.
 
     Attributes:
-        sources: the number of the source of each sample, int64 (B,); None where that is not known.
+        sources: source number of each sample, int64 (B,); None if not known.
     """
 
     batch: Batch
@@ -44,7 +44,7 @@ class Drawn:
 
 @dataclass
 class Forward:
-    """The model and what a task computes from it and a batch, on `device` and in the precision of `autocast`."""
+    """The model, and a task's computation from it and a batch, on `device` and in the precision of `autocast`."""
 
     world: World
     device: torch.device
@@ -53,7 +53,7 @@ class Forward:
     autocast: Callable[[], AbstractContextManager[Any]]
 
     def evaluate(self, batch: Batch) -> Any:
-        """What the task's evaluation step returns.
+        """Return the output of the task's evaluation step.
 
         Raises:
             PeerError: another rank has ended or does not answer.
@@ -66,19 +66,19 @@ class Forward:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step over all ranks.
+    """The result of one step over all ranks.
 
     Attributes:
-        values: means over the global batch, before the update, of what the task gave: `loss` and others, by name.
-        by_source: the same by source; empty unless there are several. A source whose weights sum to 0 is left out.
+        values: means of the task's values over the global batch, before the update: `loss` and others, by name.
+        by_source: the same means by source; empty with a single source. A source whose weights sum to 0 is left out.
         grad_norms: 2-norm of all gradients before clipping, by optimizer.
         lrs: learning rate of the update (of the first parameter group), by optimizer.
-        samples: of the global batch.
-        tokens: of the global batch; None if the data have none.
-        skipped: an update was not applied.
-        nonfinite: the reason was a loss or a gradient that is not finite, unless only a gradient is, and gradients are
-            scaled: then the next steps use a smaller scale.
-        empty: the reason was that the weights of the losses sum to 0.
+        samples: number of samples of the global batch.
+        tokens: number of tokens of the global batch; None if the data have none.
+        skipped: True if an update was not applied.
+        nonfinite: True if the reason was a loss or a gradient that is not finite. False if only a gradient was not
+            finite and gradients are scaled: then the next steps use a smaller scale.
+        empty: True if the reason was that the weights of the losses sum to 0.
     """
 
     values: dict[str, float]
@@ -97,18 +97,18 @@ class StepResult:
 
     @property
     def grad_norm(self) -> float:
-        """Of the gradients of all optimizers."""
+        """Return the norm of the gradients of all optimizers."""
         return math.hypot(*self.grad_norms.values())
 
 
 @dataclass
 class TrainStep:
-    """Makes steps. `sources` are the names behind the numbers of a batch's sources.
+    """Make training steps. `sources` are the names of the sources, by source number.
 
-    `fixed` are rank-invariant micro-batches; without them, each rank computes `accum` of its own. `before_update` is
-    called after a step's forward and backward passes, before anything changes the weights or an optimizer's state.
-    `usual_weight` is what the weights of a micro-batch usually sum to: weighted losses are divided by it before their
-    gradients are added up, which keeps these in range until the sum over the step is known.
+    `fixed` divides rank-invariant steps. Without it, each rank computes `accum` micro-batches. `before_update` is
+    called after a step's forward and backward passes, before the weights or an optimizer's state change. `usual_weight`
+    is the usual sum of a micro-batch's weights. Weighted losses are divided by it before their gradients are added up,
+    which keeps the gradients in range until the sum over the step is known.
     """
 
     forward: Forward
@@ -132,16 +132,18 @@ class TrainStep:
         sources: Sequence[str],
         tokens_per_sample: Mapping[str, float],
     ) -> TrainStep:
-        """Build what makes the steps of an attempt.
+        """Build the training step of an attempt.
 
         Args:
-            of: what is trained.
-            now: how steps are split, and the seed of rank-invariant ones.
-            sources: names of the sources whose samples are told apart.
-            tokens_per_sample: of the sources that state it; a float where it is the mean.
+            of: the task, model and optimizers.
+            config: config of the run.
+            world: the ranks.
+            now: run state, for the batch shape and the seed of rank-invariant steps.
+            sources: names of the sources whose samples are counted separately.
+            tokens_per_sample: by source, for sources that state it; a float is a mean.
 
         Raises:
-            UserError: the task cannot be trained on so many ranks.
+            UserError: the task cannot be trained on this number of ranks.
         """
         model = compiled(of.model, of.device) if config.train.compile else of.model
         forward = Forward(world, of.device, model, of.task, autocast(config, of.device))
@@ -157,7 +159,7 @@ class TrainStep:
     def __post_init__(self) -> None:
         forward, takes_step = self.forward, self.forward.task.take_step is not None
         self.division = self.fixed or Division(forward.world, forward.model, self.optimizers, self.accum, takes_step)
-        self.computation: nn.Module | None = None  # of a step of ours; a task that takes it calls what it likes
+        self.computation: nn.Module | None = None  # None if the task takes the step
         if not takes_step:
             assert forward.task.training_step is not None
             with peer_errors(forward.world):  # DDP compares the parameters
@@ -166,14 +168,14 @@ class TrainStep:
                 )
 
     def __call__(self, draw: Callable[[], Drawn], index: int = 0) -> StepResult:
-        """Make the step that begins when `index` steps are complete.
+        """Make the step after `index` complete steps.
 
         Args:
-            draw: the next micro-batch.
-            index: for the task.
+            draw: returns the next micro-batch.
+            index: number of complete steps, for the task.
 
         Raises:
-            UserError: the task returned what it must not.
+            UserError: the task returned invalid values.
             PeerError: another rank has ended or does not answer.
         """
         self.forward.model.train()
@@ -182,7 +184,7 @@ class TrainStep:
         with peer_errors(self.forward.world), self.forward.autocast():
             (self.forward.task.take_step or self._take_step)(step)
         result = step.result()
-        self.before_update()  # where no update was applied
+        self.before_update()  # in case no update was applied
         with peer_errors(self.forward.world):
             self.division.end()
             if self.average is not None:
@@ -198,15 +200,15 @@ class TrainStep:
             step.update(name)
 
     def agree(self, update: int, logged: Mapping[str, set[int | None]]) -> list[str]:
-        """The names of the values that every rank reduces, the same in every step.
+        """Return the names of the values that every rank reduces, the same in every step.
 
         Args:
-            update: how many reductions came before in this step.
-            logged: the names of this rank, and in which of its micro-batches each was logged; one without micro-batches
-                has none, and takes those of the others.
+            update: number of earlier reductions in this step.
+            logged: maps each name that this rank logged to the micro-batches that logged it. A rank without
+                micro-batches has none, and takes the names of the others.
 
         Raises:
-            UserError: they differ.
+            UserError: the names differ.
         """
         names = list(logged)
         if self.fixed is not None:
@@ -225,7 +227,7 @@ class TrainStep:
         return self._names[update]
 
     def _check_alike(self, logged: Mapping[str, set[int | None]]) -> None:
-        """Check that all micro-batches gave the same values, as each may be another rank's."""
+        """Check that all micro-batches logged the same values, because each may be on another rank."""
         for name, numbers in logged.items():
             if None not in numbers and len(numbers) < self.division.count:
                 raise UserError(
@@ -241,11 +243,11 @@ class TrainStep:
 
 
 class Step:
-    """One training step, as a task's `take_step` sees it.
+    """One training step, passed to a task's `take_step`.
 
     Attributes:
         model: the model, in training mode.
-        index: complete steps before this one.
+        index: number of complete steps.
         device: device of the model.
     """
 
@@ -259,7 +261,7 @@ class Step:
         self._drawn: list[Drawn] = []
         self._drawn_so_far = 0
         self._current: Drawn | None = None
-        self._number: int | None = None  # of the current micro-batch
+        self._number: int | None = None  # number of the current micro-batch
         self._tally = Tally(maker.division, max(len(maker.sources), 1), maker.agree, maker.forward.task.name)
         self._weights = Weights(maker.forward.task.name, maker.optimizers.names)
         self._grad_norms: dict[str, float] = {}
@@ -267,7 +269,7 @@ class Step:
 
     @property
     def batches(self) -> Iterator[Batch]:
-        """The step's micro-batches of this rank, on the device; a task that takes the step may iterate again."""
+        """Yield this rank's micro-batches of the step, on the device. A task's `take_step` may iterate again."""
         division = self._maker.division
         with division.iteration():
             for number in range(division.count):
@@ -294,10 +296,10 @@ class Step:
 
         Args:
             outputs: losses of shape (B,), or a mapping with `loss` (B,) and further values (B,). While `batches` are
-                iterated, a micro-batch counts as its part of the step. With `weight` (B,) in the mapping, all of it is
-                averaged by these weights, and a micro-batch counts as its part of their sum over the step.
-            optimizer: only its parameters get gradients; None: all that require one. Its loss is logged as
-                `loss_OPTIMIZER`.
+                iterated, a micro-batch counts as its part of the step. If the mapping has `weight` (B,), all values are
+                averaged by these weights, and a micro-batch counts as its part of the step's sum of weights.
+            optimizer: name of the optimizer whose parameters get gradients; None for all trainable parameters. The loss
+                of a named optimizer is logged as `loss_OPTIMIZER`.
             retain_graph: as in torch.
 
         Raises:
@@ -328,7 +330,7 @@ class Step:
             torch.autograd.backward(maker.optimizers.scale(part), retain_graph=retain_graph, inputs=inputs)
 
     def log(self, name: str, values: Any) -> None:
-        """Record the mean over the step and all ranks of `values`, one per sample (B,) or a single number."""
+        """Log the mean of `values` over the step and all ranks; one value per sample (B,), or a single number."""
         check_name(self._maker.forward.task.name, str(name))
         self._log(name, values)
 
@@ -338,7 +340,7 @@ class Step:
         self._tally.add(name, tensor.reshape(-1) if tensor.ndim else tensor, sources, self._number, weight)
 
     def _tensor(self, call: str, values: Any) -> torch.Tensor:
-        """Numbers that a task passes, as a tensor without a graph."""
+        """Convert a task's numbers to a tensor without a graph."""
         try:
             return torch.as_tensor(values).detach()
         except (TypeError, ValueError, RuntimeError):
@@ -348,12 +350,13 @@ class Step:
             ) from None
 
     def mean(self, values: Any) -> torch.Tensor:
-        """The mean of `values` over their first dimension and all ranks.
+        """Return the mean of `values` over their first dimension and all ranks.
 
-        What a task keeps from step to step is the same on all ranks if it is computed from such means.
+        A task's state is the same on all ranks if it is computed from such means.
 
         Args:
-            values: of the same shape on every rank but for the first dimension, the samples.
+            values: one value or more per sample; the same shape on every rank except for the first dimension, the
+                samples.
 
         Raises:
             PeerError: another rank has ended or does not answer.
@@ -368,13 +371,13 @@ class Step:
         return self._maker.division.mean(tensor).to(tensor.device, kind)
 
     def _check_place(self, call: str) -> None:
-        """Check that a call that involves all ranks is made where all of them make it."""
+        """Check that a call that involves all ranks is outside of the loop over `batches`, if it must be."""
         reason = self._maker.division.in_loop
         if reason is not None and self._current is not None:
             raise UserError(f"{self._maker.forward.task.name}: step.{call} is called {reason}")
 
     def update(self, optimizer: str | None = None) -> bool:
-        """Apply the gradients of one optimizer, summed over ranks, and zero them; False if they are not finite.
+        """Apply the all-rank gradients of one optimizer and zero them; return False if no update was applied.
 
         Raises:
             UserError: there are several optimizers, and none is named.
@@ -404,7 +407,10 @@ class Step:
 
     @contextmanager
     def _full_precision(self) -> Iterator[None]:
-        """Out of autocast, whose copies of the weights are then made anew: of others, and for another graph."""
+        """Disable autocast in the block, and drop its cached copies of the weights afterwards.
+
+        The copies belong to the weights before an update, and to another graph.
+        """
         if not torch.is_autocast_enabled(self.device.type):
             yield
             return
@@ -413,7 +419,7 @@ class Step:
         torch.clear_autocast_cache()
 
     def _named(self, optimizer: str | None) -> str:
-        """The optimizer that a task means."""
+        """Return the name of the optimizer that a task means."""
         task, names = self._maker.forward.task.name, self._maker.optimizers.names
         if optimizer is None and len(names) == 1:
             return names[0]
@@ -426,7 +432,7 @@ class Step:
         return optimizer
 
     def result(self) -> StepResult:
-        """The means over the step; batches that the task did not ask for are drawn, so that the data continue.
+        """Return the means over the step. Draw batches that the task did not use, so that the data continue.
 
         Raises:
             UserError: the task made no update, or gave no loss.
@@ -434,7 +440,7 @@ class Step:
         maker = self._maker
         while self._drawn_so_far < maker.division.count:
             self._next()
-        if self._tally.waits or self._keeps:  # also where another rank has logged something
+        if self._tally.waits or self._keeps:  # also if only another rank has logged values
             self._tally.reduce()
         if not self._grad_norms:
             raise UserError(f"{maker.forward.task.name}.take_step made no update: call step.update()")
@@ -470,7 +476,7 @@ class Step:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """`batch` with its tensors on `device` (copied asynchronously from pinned memory)."""
+    """Return `batch` with its tensors on `device`, copied asynchronously from pinned memory."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):

@@ -1,4 +1,4 @@
-"""What a step has logged, by name and source, and its sums over micro-batches and ranks."""
+"""Collect the values that a step logs, by name and source, and sum them over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WEIGHTED = " (weighted)"
 
 @dataclass
 class _Part:
-    """Values of one call: of a micro-batch, by its number on this rank, or of none."""
+    """The values of one call, from a micro-batch (`number` on this rank) or from outside (None)."""
 
     values: torch.Tensor
     sources: np.ndarray | None
@@ -30,23 +30,24 @@ class _Part:
 
 
 _Logged = tuple[_Part, np.ndarray, np.ndarray | None]
-"""A part with its values and its weights on the CPU."""
+"""A part, its values on the CPU, and its weights on the CPU."""
 
 
 @dataclass
 class Tally:
-    """Collects values between two updates, and keeps the sums of the step.
+    """Collect values between two updates, and keep the sums of the step.
 
     Args:
-        division: how the ranks share the step.
-        sources: how many there are; 1 if they are not known.
-        agree: (update, in which micro-batches of this rank each name was logged) -> the names of every rank.
-        task: for messages.
+        division: divides the step among the ranks.
+        sources: number of sources; 1 if they are not known.
+        agree: called with the number of earlier reductions and, for each name, the micro-batches of this rank that
+            logged it; returns the names of all ranks.
+        task: name of the task, for messages.
 
     Attributes:
-        sums: by name, sums and counts by source, the last for values without one; float64 (2, sources + 1). For values
-            with weights, sums of weight times value, and of weights.
-        counts: samples, tokens and batches without tokens.
+        sums: by name, sums and counts by source, float64 (2, sources + 1). The last column is for values without a
+            source. For values with weights: sums of weight times value, and of weights.
+        counts: number of samples, of tokens, and of batches without tokens.
     """
 
     division: Division
@@ -69,36 +70,36 @@ class Tally:
         number: int | None,
         weight: torch.Tensor | None = None,
     ) -> None:
-        """Log the values of a micro-batch, or of none.
+        """Log the values of a micro-batch, or values outside of micro-batches.
 
         Args:
-            name: of the values.
+            name: name of the values.
             values: one per sample, shape (N,), or a single number.
-            sources: the source of each sample, if they are known.
-            number: of the micro-batch on this rank, from 0.
-            weight: of each sample of a micro-batch, shape (N,); None: each counts once.
+            sources: source number of each sample, if known.
+            number: number of the micro-batch on this rank, from 0; None outside of micro-batches.
+            weight: weight of each sample of a micro-batch, shape (N,); None counts each once.
         """
         known = sources if sources is not None and values.ndim and len(sources) == len(values) else None
         label = name + (OUTSIDE if number is None else "" if weight is None else WEIGHTED)
         self._parts.setdefault(label, []).append(_Part(values, known, number, weight))
 
     def count(self, number: int, samples: int, tokens: int | None) -> None:
-        """Count a micro-batch that was drawn."""
+        """Count the samples and tokens of a drawn micro-batch."""
         self._counted[number] += samples, tokens or 0, tokens is None
 
     @property
     def waits(self) -> bool:
-        """Whether anything was logged since the last sum."""
+        """Return True if values were logged since the last sum."""
         return bool(self._parts)
 
     def reduce(self) -> dict[str, float]:
-        """Add what was logged and counted since the last call to the sums of the step, over all ranks.
+        """Add the values and counts since the last call to the sums of the step, over all ranks.
 
         Returns:
-            The sum of the weights since the last call, by name, for the values that were logged with weights.
+            The sum of the weights since the last call, by name, for values that were logged with weights.
 
         Raises:
-            UserError: the ranks logged different values, or a weight is below 0 or not finite.
+            UserError: the ranks logged different names, or a weight is below 0 or not finite.
         """
         labels = self.agree(
             self._updates, {label: {part.number for part in parts} for label, parts in self._parts.items()}
@@ -127,7 +128,7 @@ class Tally:
         return weighed
 
     def _values(self, labels: list[str]) -> list[tuple[str, list[_Logged]]]:
-        """Return the parts of each label with their values and weights, copied from the device at once."""
+        """Return the parts of each label with their values and weights, copied from the device in one transfer."""
         parts = [(label, part) for label in labels for part in self._parts.get(label, ())]
         tensors = [tensor.double().reshape(-1) for _, part in parts for tensor in part.tensors()]
         ends = np.cumsum([len(each) for each in tensors])
@@ -142,7 +143,7 @@ class Tally:
         return list(found.items())
 
     def _by_source(self, part: _Part, values: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-        """Sums and counts, float64 (2, sources + 1)."""
+        """Return sums and counts by source, float64 (2, sources + 1)."""
         place = np.full(len(values), self.sources) if part.sources is None else part.sources
         weighted = values if weights is None else values * weights
         return np.stack(
@@ -153,7 +154,7 @@ class Tally:
         )
 
     def _outside(self, values: list[_Logged]) -> np.ndarray:
-        """Sums and counts of what belongs to no micro-batch, float64 (2, sources + 1)."""
+        """Return sums and counts of values outside of micro-batches, float64 (2, sources + 1)."""
         several = [mine for part, mine, _ in values if part.values.ndim]
         single = [mine for part, mine, _ in values if not part.values.ndim]
         found = self.division.everywhere(

@@ -1,4 +1,4 @@
-"""A task: what a training step and an evaluation compute, as the user wrote it, and checks of what it returns."""
+"""Create the task, the user's computation of a training step and an evaluation, and check its results."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from runner.errors import CheckpointError, UserError, nearest
 Batch = Any
 Compute = Callable[[nn.Module, Batch], Any]
 TakeStep = Callable[[Any], None]
-"""Takes a `runner.training.step.step.Step`, which knows of tasks: so its type is not named here."""
+"""Called with a `runner.training.step.step.Step`, whose module imports this one. So its type is not named here."""
 METHODS = ("training_step", "evaluation_step", "take_step")
 WEIGHT = "weight"
-"""The key of a mapping under which a task returns the weights of its samples, such as numbers of tokens."""
+"""The key under which a task returns the weights of its samples, such as numbers of tokens."""
 FOR_METRICS = ("preds", "target")
-"""What an evaluation returns under these names goes to the metrics, whatever its shape, and is not averaged itself."""
+"""Keys of an evaluation's output that go to the metrics, in any shape, and are not averaged."""
 RESERVED = ("step", "lr", "samples_seen", "tokens_seen", "grad_norm", "skipped", "digest", "sources")
 """Keys of a step's record that a task cannot use."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is computed from a model and a batch.
+    """The computation from a model and a batch.
 
     Attributes:
-        name: the class or function, for messages.
-        training_step: (model, batch) -> losses (B,), or a mapping with `loss` (B,) and further values (B,), which are
-            averaged by `weight` (B,) if the mapping has one. None: the task takes whole steps.
-        evaluation_step: the same for held-out data; the mapping may hold further tensors, for metrics. None: the task
+        name: name of the class or function, for messages.
+        training_step: maps (model, batch) to losses (B,), or to a mapping with `loss` (B,) and further values (B,),
+            which are averaged by `weight` (B,) if the mapping has one. None if the task takes whole steps.
+        evaluation_step: the same for held-out data; the mapping may hold further tensors, for metrics. None if the task
             cannot be evaluated.
-        take_step: makes whole steps, with their updates; None: forward, backward, one update.
-        state: what is saved and restored with the run; None if the task has no state.
+        take_step: makes whole steps, with their updates; None for forward, backward and one update.
+        state: the object whose state is saved and restored with the run; None if the task has no state.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Task:
         """Check that a checkpoint can hold the task's state.
 
         Raises:
-            UserError: it cannot; names the entry.
+            UserError: it cannot; the message names the entry.
         """
         if self.state is None:
             return
@@ -76,10 +76,10 @@ class Task:
             raise UserError(f"{self.name} has no evaluation_step(model, batch): define it, or set eval.every_steps=0")
 
     def restore(self, states: Sequence[dict[str, Any]], rank: int) -> None:
-        """Restore the state that this rank saved; a rank that is new takes that of rank 0.
+        """Restore the state that this rank saved. A new rank takes the state of rank 0.
 
         Raises:
-            UserError: the task does not take it.
+            UserError: the task does not accept it.
         """
         if self.state is None or not states:
             return
@@ -93,15 +93,15 @@ class Task:
 
     @staticmethod
     def of(compute: Compute, name: str = "the loss") -> Task:
-        """A function (model, batch), for training and evaluation alike."""
+        """Create a task from a function (model, batch), for both training and evaluation."""
         return Task(name, compute, compute)
 
 
 def build_task(config: Config) -> Task:
-    """The task of the config: `train.loss` if that names a function, else `task`.
+    """Create the config's task: `train.loss` if that names a function, otherwise `task`.
 
     Raises:
-        UserError: it cannot be created, has no method that a task needs, or cannot be trained with the strategy.
+        UserError: it cannot be created, lacks a required method, or cannot be trained with the strategy.
     """
     key, node = ("train.loss", config.train.loss) if config.train.loss else ("task", config.task)
     if not node.get("_target_"):
@@ -141,18 +141,18 @@ def _task_of(name: str, made: Any) -> Task:
 
 @dataclass(frozen=True)
 class PerSample:
-    """The values of each sample in what a task returned.
+    """The values of each sample from a task's output.
 
     Attributes:
-        values: `loss` first, tensors of shape (B,).
-        weight: of the samples, shape (B,), detached; None: each counts once.
+        values: tensors of shape (B,) by name, `loss` first.
+        weight: weights of the samples, shape (B,), detached; None counts each once.
     """
 
     values: dict[str, torch.Tensor]
     weight: torch.Tensor | None = None
 
     def weighted_sum(self) -> torch.Tensor:
-        """Add up the losses, each times its weight, in float32 or better."""
+        """Return the sum of the losses, each times its weight, in float32 or better."""
         assert self.weight is not None
         loss = self.values["loss"]
         kind = torch.promote_types(loss.dtype, torch.float32)
@@ -160,13 +160,12 @@ class PerSample:
 
 
 def per_sample(name: str, outputs: Any, samples: int | None) -> PerSample:
-    """Return the values of each sample in what a task returned.
+    """Return the values of each sample from a task's output.
 
     Args:
         name: the task, for messages.
-        outputs: losses, or a mapping with `loss`. Tensors of more dimensions, and those named in `FOR_METRICS`, are
-            left out.
-        samples: B, if it is known.
+        outputs: losses, or a mapping with `loss`. Tensors of more dimensions, and keys in `FOR_METRICS`, are left out.
+        samples: B, if known.
 
     Raises:
         UserError: there is no loss, or a value is not a tensor of shape (B,).
@@ -198,7 +197,7 @@ def check_weights(name: str, weights: np.ndarray) -> None:
         weights: float64, of any shape.
 
     Raises:
-        UserError: one is below 0 or not finite.
+        UserError: a weight is below 0 or not finite.
     """
     wrong = weights[~((weights >= 0) & np.isfinite(weights))]
     if wrong.size:
@@ -206,14 +205,14 @@ def check_weights(name: str, weights: np.ndarray) -> None:
 
 
 def check_name(name: str, key: str) -> None:
-    """Check that a value may have this name among the metrics.
+    """Check that a value may have the name `key` among the metrics.
 
     Args:
         name: the task, for messages.
-        key: the name.
+        key: name of the value.
 
     Raises:
-        UserError: the runner's own records use it.
+        UserError: the name is not printable, or the runner's own records use it.
     """
     if not key.isprintable() or not key.strip():
         raise UserError(f"{name} gave a value named {key!r}: choose a printable name")

@@ -1,4 +1,4 @@
-"""What an attempt trains: the task, the model on this rank, its average and its optimizers."""
+"""Build the parts of an attempt that are trained: task, model, averaged weights, optimizers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Trained:
     """The parts of an attempt that learn.
 
     Attributes:
-        bare: the model before it is wrapped.
+        bare: the model without wrappers.
     """
 
     device: torch.device
@@ -36,7 +36,7 @@ class Trained:
 
     @staticmethod
     def build(task: Task, config: Config, run: RunDir, world: World, device: torch.device) -> Trained:
-        """Build the rest for `task`; a new run begins with the weights of `init_from`.
+        """Build model, average and optimizers for `task`. A new run begins with the weights of `init_from`.
 
         Raises:
             UserError: the config does not fit the model.

@@ -1,4 +1,4 @@
-"""Sums of the weights that a task returns with its losses, by which the gradients of a step are divided."""
+"""Sum the weights that a task returns with its losses; the gradients of a step are divided by the sum."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from runner.errors import UserError
 
 
 class Weights:
-    """Keeps the sums of the weights over all ranks for the updates to come.
+    """The sums of the weights over all ranks, for the coming updates.
 
     Args:
-        task: for messages.
-        optimizers: their names.
+        task: name of the task, for messages.
+        optimizers: names of the optimizers.
     """
 
     def __init__(self, task: str, optimizers: Sequence[str]) -> None:
@@ -22,15 +22,15 @@ class Weights:
         self._seen: dict[str, dict[int | None, bool]] = {name: {} for name in optimizers}
 
     def check(self, optimizer: str | None, weighted: bool, micro_batch: int | None) -> None:
-        """Check that one sum of weights will do for all gradients of an update.
+        """Check that all gradients of an update can share one sum of weights.
 
         Args:
-            optimizer: whose parameters get gradients from a loss; None: all of them.
-            weighted: whether the loss has weights.
-            micro_batch: None outside of `step.batches`.
+            optimizer: name of the optimizer whose parameters get gradients from a loss; None for all.
+            weighted: True if the loss has weights.
+            micro_batch: number of the micro-batch; None outside of `step.batches`.
 
         Raises:
-            UserError: it will not.
+            UserError: they cannot.
         """
         for name in self._seen if optimizer is None else (optimizer,):
             seen = self._seen[name]
@@ -46,18 +46,18 @@ class Weights:
         return UserError(f"{self._task} returned a weight {when}")
 
     def add(self, sums: Mapping[str, float]) -> None:
-        """Add what was summed since the last update, by the names under which losses are logged."""
+        """Add the sums since the last update, by the names under which losses are logged."""
         for label, weight in sums.items():
             for name in self._seen:
                 if label in ("loss", f"loss_{name}"):
                     self._sums[name] = self._sums.get(name, 0.0) + weight
 
     def take(self, optimizer: str) -> float | None:
-        """Return the sum for an update that is made now, and forget it; None if its losses have no weights."""
+        """Return and remove the sum for an update; None if its losses have no weights."""
         self._seen[optimizer].clear()
         return self._sums.pop(optimizer, None)
 
 
 def mean(total: float, count: float) -> float:
-    """Divide a sum by what was counted; nan if that is 0."""
+    """Divide a sum by a count; return nan if the count is 0."""
     return float(total / count) if count else math.nan
