@@ -91,7 +91,7 @@ def read_report(store: Any) -> str | None:
 
 
 def _outlive_readers(world: World) -> None:
-    """If a rank has reported its failure, wait a moment until the others have read it."""
+    """Wait a moment until the other ranks have read a reported failure, if there is one."""
 
     def wait(store: Any) -> None:
         deadline = clock.monotonic() + OUTLIVE_S
