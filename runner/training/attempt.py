@@ -155,10 +155,10 @@ def _attempt(run: RunDir, job: Job, world: World, held: Lease | None, pause: Pau
 
 @contextmanager
 def beginning(job: Job) -> Iterator[None]:
-    """Yield the job's verdict if the block, which precedes the entry in the attempt log, fails for a passing reason.
+    """Let the job restart if the block fails for a reason that may pass, before the attempt log is open.
 
     A full disk, or a module that cannot be imported from it, may work again later. Such a failure cannot be recorded in
-    the run directory. The job is requeued within its budget of failed starts.
+    the run directory. Instead, `job` yields its verdict and is requeued within its budget of failed starts.
     """
     try:
         yield
@@ -168,7 +168,7 @@ def beginning(job: Job) -> Iterator[None]:
 
 
 def _yield_if_passing(job: Job, error: UserError | OSError | ImportError) -> bool:
-    """Yield the verdict if a file system that may work again caused `error`; return whether the job restarts.
+    """Yield the job's verdict if a file system caused `error`, which may pass; return True if the job restarts.
 
     The Python environment may be on such a file system, too. An import that fails now may succeed at the next start.
     """

@@ -117,7 +117,7 @@ class Work:
         run: the run directory; only results are written to it.
         request: what to evaluate.
         config: the run's config with the request's settings.
-        world: of this process.
+        world: the ranks.
         stop: returns True if a signal asked this process to stop; need not be agreed across ranks.
         say: shows a line, such as a warning; called on rank 0.
         on_progress: called on rank 0 after each checkpoint, and when none is left to evaluate.

@@ -77,7 +77,7 @@ class Context:
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        """Return the record of this step or evaluation so far, read-only; elsewhere this attempt's last record."""
+        """Return this step's or evaluation's record so far, read-only; in other methods, this attempt's last record."""
         return MappingProxyType(deepcopy(self._record))
 
     def log(self, name: str, value: float) -> None:

@@ -101,7 +101,7 @@ def make_hook(name: str, node: dict[str, Any]) -> Hook:
 def _check_takes_context(what: str, callback: Any, method: str) -> None:
     try:
         inspect.signature(getattr(callback, method)).bind(None)
-    except ValueError:  # some functions written in C have none
+    except ValueError:  # some functions written in C have no signature
         return
     except TypeError as error:
         raise UserError(f"{what}: {method} must take one argument, the context: {error}") from None

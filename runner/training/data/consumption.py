@@ -197,7 +197,7 @@ class SeededConsumption(TrackedConsumption):
         return True
 
     def positions(self, record: BatchRecord) -> np.ndarray:
-        """Count positions from the samples of all ranks before this step; ranks alternate."""
+        """Return positions, counted from the samples of all ranks before this step; ranks alternate."""
         assert record.indices is not None
         count = len(record.indices)
         base = self.ledger.total + self._pending * self.num_replicas

@@ -131,10 +131,10 @@ def average(config: Config, module: nn.Module, world: World, device: torch.devic
 def compiled(model: nn.Module, device: torch.device) -> nn.Module:
     """Return `torch.compile(model)`, which compiles at its first call.
 
-    Start Inductor's helper processes here, where a signal to the process group does not end them. On a CPU, these are
+    This starts Inductor's helper processes so that a signal to the process group does not end them. On a CPU, these are
     trial programs that find out what the CPU can do. If one were ended, Inductor would silently assume a less capable
-    CPU, and would compute and save the step in progress with other bits. Elsewhere, it is the process whose workers
-    compile. Its end goes unnoticed, and the compilation would wait for it for ever.
+    CPU, and would compute and save the step in progress with other bits. On other devices, it is the process whose
+    workers compile. Its end would go unnoticed, and the compilation would wait for it for ever.
     """
     with signals.blocked():
         if device.type == "cpu":

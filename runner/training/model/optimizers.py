@@ -34,7 +34,7 @@ class Schedulers:
             TrainingError: a scheduler of torch has ended.
         """
         for name, scheduler in self._made.items():
-            # torch warns if the first step makes no update. Here, such an update was skipped.
+            # torch warns of a first scheduler step without an update. Here, that update was skipped.
             scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
             try:
                 scheduler.step()

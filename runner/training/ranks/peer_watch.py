@@ -82,7 +82,7 @@ class PeerWatch:
         """Returns more entries for this rank's signs of life."""
         self._peers = {rank: _Peer() for rank in range(world.size) if rank != world.rank}
         self._store_silent_s = 0.0
-        self._answers = 0  # from the store
+        self._answers = 0  # number of the store's answers
         self._gone = False  # the store ended with its process, which is not silence
         self._stop = threading.Event()
         self._due = threading.Event()  # a sign is wanted at once
@@ -203,7 +203,7 @@ class PeerWatch:
             except RuntimeError:
                 store = None
                 self._gone = store_is_gone(self._timeout_s)
-                self._shown_open.set()  # as well as it can be
+                self._shown_open.set()  # without a store, the others cannot see more
             beat += 1
             if left:
                 return
