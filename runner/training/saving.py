@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def make_manager(config: Config, run: RunDir, lease: Lease | None, fingerprint: dict[str, Any]) -> TrainStateManager:
-    """Create the manager that saves and loads a run's checkpoints. Each commit checks the lease's fence."""
+    """Create the manager that saves and loads a run's checkpoints. Each change checks the lease first."""
     options = config.checkpoint
     return TrainStateManager(
         run.checkpoints,

@@ -180,7 +180,6 @@ class GradientSum:
         self._arrivals = _Arrivals(self._groups, self._arrived) if early and gains else None
 
     def clear(self) -> None:
-        """Drop all sums."""
         self._passes = 0
         for group in self._groups:
             group.passes.clear()
@@ -451,7 +450,6 @@ def _add(left: Gradients | None, right: Gradients | None) -> Gradients | None:
 
 
 def _holds(tree: TreeSum[Gradients | None]) -> bool:
-    """Check whether a tree holds any gradients."""
     return any(value is not None for value in tree.values)
 
 

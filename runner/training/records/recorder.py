@@ -110,7 +110,6 @@ class RunRecorder(Recorder):
         return {"samples_per_s": self._samples / seconds, "tokens_per_s": tokens}
 
     def evaluation(self, record: dict[str, Any]) -> None:
-        """Write the record of one evaluation."""
         self._write(record)
         self._show_evaluation(record)
 

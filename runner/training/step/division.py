@@ -29,7 +29,7 @@ class Division:
         count: number of this rank's micro-batches in a step.
         parts: divisor of a micro-batch's mean loss, before its gradients are added up.
         total: number of all ranks' micro-batches in a step.
-        in_loop: reason why calls that involve all ranks must not be made while micro-batches are iterated; None if they may.
+        in_loop: why calls that involve all ranks must not be made while micro-batches are iterated; None if they may.
     """
 
     in_loop: str | None = None
