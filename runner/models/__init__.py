@@ -1,1 +1,1 @@
-"""Models and losses that the runner ships; any other is chosen by `_target_`."""
+"""Models, losses and tasks of the runner. `_target_` selects any other."""

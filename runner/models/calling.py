@@ -1,4 +1,4 @@
-"""Calls of a language model with rows of several documents, none of which may see another."""
+"""Call a language model with rows of several documents so that no document attends to another."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from exactdata import generators
 from runner.errors import UserError
 
 TRIAL = 4
-"""Tokens of each of the two documents that a model is tried with."""
+"""Number of tokens in each of the two documents of the trial; see `_crosses`."""
 
 
 def next_token_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Compute the logits of each token's successor from the earlier tokens of its document.
+    """Compute the logits of each next token from the earlier tokens of the same document.
 
-    A model that takes `document_ids` gets them and `position_ids`. One that takes `position_ids` alone, as those of
-    Hugging Face, is tried once with two short documents: do the second one's logits depend on the first? Many a model
-    that takes positions tells nothing by them.
+    A model whose `forward` takes `document_ids` gets them and `position_ids`. A model that takes only `position_ids`,
+    such as those of Hugging Face, is tried once with two short documents: do the logits of the second document depend
+    on the first? Many models accept positions and do not separate documents by them.
 
     Args:
-        model: maps token ids (B, T) to logits (B, T, V), or to an object with `logits`; with or without wrappers.
-        batch: `input_ids`, int64 (B, T). With `document_ids` (B, T), -1 at padding, also `position_ids` (B, T), which
-            begin at 0 with each document.
+        model: maps token ids (B, T) to logits (B, T, V), or to an object with `logits`. It may be wrapped by DDP or
+            torch.compile.
+        batch: `input_ids`, int64 (B, T). If it has `document_ids` (B, T), -1 at padding, it also has `position_ids` (B,
+            T), which begin at 0 in each document.
 
     Returns:
         Logits (B, T, V).
 
     Raises:
-        UserError: a row has several documents, and they would see each other.
+        UserError: a row has several documents, and the model would let one attend to another.
     """
     if "document_ids" not in batch:
         return logits_of(model(batch["input_ids"]))
@@ -51,21 +52,21 @@ def next_token_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def logits_of(output: Any) -> Tensor:
-    """What a model returned, or its `logits` where that is an object, as Hugging Face's models return."""
+    """Return the output of a model, or its `logits` if it is an object, as in Hugging Face's models."""
     logits: Tensor = getattr(output, "logits", output)
     return logits
 
 
 @dataclass(frozen=True)
 class _Way:
-    """How a model is called.
+    """A way to call a model.
 
     Attributes:
-        names: the entries of a batch that it gets besides `input_ids`.
-        options: further arguments.
-        apart: whether that keeps documents apart.
-        as_one_row: all rows are put into one, where only positions tell them apart: Hugging Face's flash attention
-            looks at positions in a batch of one row only.
+        names: entries of the batch that the model gets besides `input_ids`.
+        options: further keyword arguments of the model.
+        apart: whether documents do not attend to each other with this call.
+        as_one_row: concatenate all rows into one. Hugging Face's flash attention separates documents by their positions
+            only in a batch of one row.
     """
 
     names: Sequence[str] = ()
@@ -85,7 +86,7 @@ _WAYS: WeakKeyDictionary[nn.Module, _Way] = WeakKeyDictionary()
 
 
 def _bare(model: Any) -> nn.Module:
-    """Take off the wrappers of DDP and torch.compile, whose signatures say nothing."""
+    """Return the model without the wrappers of DDP and torch.compile, whose signatures do not show its arguments."""
     while inner := getattr(model, "_orig_mod", None) or (isinstance(model, DistributedDataParallel) and model.module):
         model = inner
     bare: nn.Module = model
@@ -93,7 +94,7 @@ def _bare(model: Any) -> nn.Module:
 
 
 def _way_of(model: nn.Module, device: torch.device) -> _Way:
-    """Find how to call a model, from its signature or by a trial, and remember it."""
+    """Find out how to call a model, from its signature or by a trial, and remember it."""
     arguments = inspect.signature(model.forward).parameters
     names = [name for name in ("position_ids", "document_ids") if name in arguments]
     if "document_ids" in names:
@@ -112,11 +113,12 @@ def _way_of(model: nn.Module, device: torch.device) -> _Way:
 
 
 def _tried(model: nn.Module, names: Sequence[str], device: torch.device) -> tuple[_Way, bool]:
-    """Find the way by which documents do not see each other; also return whether they do if nothing is done.
+    """Return a call that keeps documents apart, and whether they affect each other under the plain call.
 
-    They do not while the output of each block is still multiplied by zeros: then a later trial tells more.
+    They do not while the output of each block is still multiplied by zeros. Then the result of this trial is not
+    conclusive, and a later trial decides.
     """
-    # With a cache, Hugging Face's models take no notice of positions that begin again.
+    # With a cache, Hugging Face's models ignore that positions restart at 0.
     options = {"use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {}
     alone = _Way(names, options, apart=False)
     again, on = (torch.arange(count, device=device).repeat(2, 2 * TRIAL // count) for count in (TRIAL, 2 * TRIAL))
@@ -126,15 +128,18 @@ def _tried(model: nn.Module, names: Sequence[str], device: torch.device) -> tupl
 
 
 def _crosses(model: nn.Module, way: _Way, positions: Tensor) -> bool:
-    """Tell whether the logits of rows' second documents depend on the first: else their gradient is 0, to the last bit.
+    """Check whether the logits of the second document in a row depend on the first.
 
-    A comparison of logits would not do: what passes through small weights is less than bfloat16 can tell.
+    If they do not, their gradient is exactly 0. Comparing logits would not detect contributions through small weights,
+    which are below the precision of bfloat16.
     """
-    tokens = torch.arange(1, TRIAL + 1, device=positions.device).repeat(2, 2)  # several: one may stand for padding
+    tokens = torch.arange(1, TRIAL + 1, device=positions.device).repeat(
+        2, 2
+    )  # different tokens, because one may be the padding token
     embedded: list[Tensor] = []
 
     def keep(module: nn.Module, given: tuple[Any, ...], output: Tensor) -> None:
-        ids = given[0] if given else None  # positions may be embedded, too
+        ids = given[0] if given else None  # the model may also embed positions
         if isinstance(ids, Tensor) and torch.equal(ids.flatten(), tokens.flatten()):
             embedded.append(output.requires_grad_())
 
@@ -145,7 +150,7 @@ def _crosses(model: nn.Module, way: _Way, positions: Tensor) -> bool:
         for handle in handles:
             handle.remove()
     if not embedded:
-        return True  # nobody knows
+        return True  # unknown, so assume that they do
     gradients = torch.autograd.grad(logits[:, TRIAL:].float().square().sum(), embedded, allow_unused=True)
     return any(bool(each.reshape(2, 2 * TRIAL, -1)[:, :TRIAL].any()) for each in gradients if each is not None)
 

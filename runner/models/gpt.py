@@ -1,4 +1,4 @@
-"""GPT: a decoder-only transformer with pre-normalization, as in GPT-2 (Radford et al. 2019)."""
+"""GPT: a decoder-only transformer with layer norms before each sublayer, as in GPT-2 (Radford et al. 2019)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from runner.errors import UserError
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention: (B, T, width) -> (B, T, width); where `mask` (B, 1, T, T) is true, if given."""
+    """Causal multi-head self-attention: (B, T, width) -> (B, T, width).
+
+    `mask`, bool (B, 1, T, T), replaces the causal mask: a token attends to the tokens where it is true.
+    """
 
     def __init__(self, width: int, heads: int, dropout: float, bias: bool) -> None:
         super().__init__()
@@ -31,7 +34,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two linear layers with a GELU between them, four times as wide inside: (B, T, width) -> (B, T, width)."""
+    """Two linear layers with a GELU between them and a hidden size of 4 * width: (B, T, width) -> (B, T, width)."""
 
     def __init__(self, width: int, dropout: float, bias: bool) -> None:
         super().__init__()
@@ -60,19 +63,19 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token ids (B, T) -> logits (B, T, vocab_size) of the next token.
+    """Map token ids (B, T) to logits (B, T, vocab_size) of the next token.
 
-    With `document_ids` (B, T), a token attends to itself and earlier tokens of its own document only. Its position is
-    its place in the row, unless `position_ids` (B, T) say otherwise.
+    With `document_ids` (B, T), a token attends only to itself and to earlier tokens of its document. The position of a
+    token is its index in the row, unless you pass `position_ids` (B, T).
 
-    `blocks` is the ModuleList of its blocks, so that each can be sharded or compiled separately. With tied weights the
-    output layer is the token embedding itself: one parameter, saved once.
+    `blocks` is a ModuleList, so that you can shard or compile each block separately. With tied weights, the output
+    layer is the token embedding: one parameter, saved once.
 
     Args:
-        vocab_size: number of tokens V.
-        sequence_length: the longest T; positions are learned.
+        vocab_size: number V of different tokens.
+        sequence_length: the largest T. Positions are learned.
         layers: number of blocks.
-        heads: attention heads; divides `width`.
+        heads: number of attention heads. It must divide `width`.
         width: size of the residual stream.
         dropout: probability, for the embedding, the attention weights and each residual branch.
         bias: whether linear layers and norms have a bias.
@@ -111,8 +114,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialize weights from N(0, 0.02) and biases to 0; the last layer of each residual branch is scaled by
-        1/sqrt(2 layers), so that the variance of the residual stream does not grow with depth (GPT-2, section 2.3).
+        """Initialize weights from N(0, 0.02) and biases with 0.
+
+        The last layer of each residual branch is scaled by 1/sqrt(2 layers), so that the variance of the residual
+        stream does not grow with depth (GPT-2, section 2.3).
         """
         for module in self.modules():
             if isinstance(module, nn.LayerNorm):
@@ -146,8 +151,10 @@ class GPT(nn.Module):
 
 
 def within_documents(document_ids: Tensor) -> Tensor:
-    """Return which tokens (the last dimension) a token sees: itself and earlier ones of its document, (B, 1, T, T)."""
-    same = document_ids[:, :, None] == document_ids[:, None, :]  # of padding too: a row that sees nothing would be NaN
+    """Return which tokens (last dimension) each token attends to: its document's, up to itself. Bool (B, 1, T, T)."""
+    same = (
+        document_ids[:, :, None] == document_ids[:, None, :]
+    )  # padding attends to padding: softmax over nothing is NaN
     return same.tril()[:, None]
 
 

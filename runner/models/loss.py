@@ -13,14 +13,15 @@ IGNORED = -100  # labels to skip, torch's default
 
 
 def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Compute the mean cross entropy over the labels of each sample, in float32 whatever the model's precision.
+    """Compute the mean cross entropy over the labels of each sample, always in float32.
 
-    All samples count the same, however many labels they have: `task=next_token` weighs them by that.
+    All samples have the same weight, however many labels they have. `task=next_token` weights them by their number of
+    labels.
 
     Args:
         model: maps token ids (B, T) to logits (B, T, V), or to an object with `logits`.
-        batch: `input_ids` and `labels`, int64 (B, T); labels of -100 are skipped. With `document_ids` and
-            `position_ids`, too, no document sees another.
+        batch: `input_ids` and `labels`, int64 (B, T); labels of -100 are skipped. If it also has `document_ids` and
+            `position_ids`, no document attends to another.
 
     Returns:
         Losses in nats per token, shape (B,), float32; 0 for a sample whose labels are all skipped.
@@ -29,11 +30,11 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy over the labels of each sample.
+    """Compute the mean cross entropy over the labels of each sample.
 
     Args:
         logits: shape (B, T, V).
-        labels: int64 (B, T); those of -100 are skipped.
+        labels: int64 (B, T); labels of -100 are skipped.
 
     Returns:
         Nats per token, shape (B,), float32; 0 for a sample whose labels are all skipped.
@@ -43,5 +44,5 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def counted(labels: Tensor) -> Tensor:
-    """Count the labels of each sample that are not skipped: int64 (B,)."""
+    """Count the labels of each sample that are not -100: int64 (B,)."""
     return (labels != IGNORED).sum(dim=1)

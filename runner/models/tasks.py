@@ -1,6 +1,6 @@
-"""The tasks that come with the runner: what a training step and an evaluation compute from a model and a batch.
+"""The tasks of the runner, which compute losses and values of a training step or an evaluation from a batch.
 
-A task of your own is a class like these, or a function like `runner.models.loss.next_token_loss`.
+You can write your own task as a class like these, or as a function like `runner.models.loss.next_token_loss`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class NextToken:
     """Language modelling: predict the next token.
 
     The batch has `input_ids` and `labels`, int64 (B, T); labels of -100 are skipped. The model maps token ids (B, T) to
-    logits (B, T, V), or to an object with `logits`. The mean of a step is the mean over all its labels. If the batch
-    has `document_ids` and `position_ids` (B, T), no document sees another one of its row.
+    logits (B, T, V), or to an object with `logits`. The loss of a step is the mean over all its labels. If the batch
+    has `document_ids` and `position_ids` (B, T), no document attends to another.
     """
 
     def training_step(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute `loss`, the mean cross entropy in nats, and `weight`, the number of labels, of each sample: (B,)."""
+        """Compute `loss`, the mean cross entropy in nats, and `weight`, the number of labels, per sample: (B,)."""
         return _weighted(next_token_logits(model, batch), batch["labels"])
 
     def evaluation_step(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute the same, and for metrics `preds`, the logits (B, T, V), and `target`, the labels (B, T)."""
+        """Compute `loss` and `weight`, and for metrics `preds`, logits (B, T, V), and `target`, labels (B, T)."""
         logits = next_token_logits(model, batch)
         return {**_weighted(logits, batch["labels"]), "preds": logits, "target": batch["labels"]}
 
@@ -42,13 +42,13 @@ def _weighted(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
 
 
 class Classification:
-    """One class out of several for each sample.
+    """Classification: predict one of several classes for each sample.
 
     Args:
-        inputs: the batch's entry that the model is called with; None: the first one that is not the labels. A batch
-            that is a pair is (inputs, labels).
-        labels: the batch's entry with the classes, int64 (B,); None: label, labels, target, targets or y.
-        label_smoothing: as in torch.nn.functional.cross_entropy, 0 to 1; in training only.
+        inputs: key of the batch for the input of the model; None: the first key that is not a label. If a batch is a
+            pair, it is (inputs, labels).
+        labels: key of the batch for the classes, int64 (B,); None: label, labels, target, targets or y.
+        label_smoothing: as in torch.nn.functional.cross_entropy, 0 to 1. Evaluations do not use it.
     """
 
     def __init__(self, inputs: str | None = None, labels: str | None = None, label_smoothing: float = 0.0) -> None:
@@ -57,20 +57,20 @@ class Classification:
         self.inputs, self.labels, self.label_smoothing = inputs, labels, label_smoothing
 
     def training_step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """`loss`, the cross entropy in nats, and `accuracy`, 1 or 0: float32, shape (B,)."""
+        """Compute `loss`, the cross entropy in nats, and `accuracy`, 1 or 0: float32, shape (B,)."""
         logits, labels = self._outputs(model, batch)
         return _judged(logits, labels, self.label_smoothing)
 
     def evaluation_step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """The same, and for metrics `preds`, the logits (B, C), and `target`, the labels (B,)."""
+        """Compute `loss` and `accuracy`, and for metrics `preds`, logits (B, C), and `target`, labels (B,)."""
         logits, labels = self._outputs(model, batch)
         return {**_judged(logits, labels, 0.0), "preds": logits, "target": labels}
 
     def _outputs(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Logits (B, C) and labels (B,).
+        """Return logits (B, C) and labels (B,).
 
         Raises:
-            UserError: the batch does not have what is needed.
+            UserError: the batch lacks the input or the labels, or the shapes do not match.
         """
         if isinstance(batch, Sequence) and len(batch) == 2:
             inputs, labels = batch
