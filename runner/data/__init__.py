@@ -1,7 +1,7 @@
 """The names of the package `exactdata`, and the text that the examples train on.
 
-Configs and projects may say `runner.data.shards.TokenShards` or `exactdata.shards.TokenShards`: both are one class, and
-the same run.
+Configs and projects may use `runner.data.shards.TokenShards` or `exactdata.shards.TokenShards`. Both are the same class
+and give the same run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OURS = f"{__name__}."
 
 
 class _Renamed(MetaPathFinder, Loader):
-    """Finds `runner.data.NAME` as the module `exactdata.NAME`, where it has a module of that name."""
+    """Importer that resolves `runner.data.NAME` to the module `exactdata.NAME`, if there is one."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if not name.startswith(_OURS) or util.find_spec(self._theirs(name)) is None:
@@ -30,7 +30,7 @@ class _Renamed(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(self._theirs(spec.name))
-        spec.loader_state = module.__spec__  # which the import system replaces by the other name
+        spec.loader_state = module.__spec__  # saved, because the import system replaces it
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -41,11 +41,11 @@ class _Renamed(MetaPathFinder, Loader):
         return f"exactdata.{name.removeprefix(_OURS)}"
 
 
-sys.meta_path.insert(0, _Renamed())  # before what would read a module of a renamed package a second time
+sys.meta_path.insert(0, _Renamed())  # first, or another finder would load a second copy of a module
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `exactdata` when it is used first."""
+    """Import a name of `exactdata` on first use."""
     try:
         return getattr(exactdata, name)
     except AttributeError:

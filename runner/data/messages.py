@@ -1,4 +1,4 @@
-"""What the messages of `exactdata` call an argument, as a config calls it."""
+"""Translate the messages of `exactdata`, which name arguments, into the settings of a config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WORDS = {
 
 @contextmanager
 def words_of_config() -> Iterator[None]:
-    """Let the errors of `exactdata` that the block raises name settings in place of arguments."""
+    """Make errors of `exactdata` raised in the block name settings instead of arguments."""
     try:
         yield
     except errors.UserError as error:

@@ -1,4 +1,4 @@
-"""The record of a run's data order as a file, `RunDir.order`: what `runner inspect` reads in place of the data."""
+"""Read and write the file with a run's data order (`RunDir.order`). `runner inspect` uses it instead of the data."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from runner.system import files
 
 
 def read(path: Path) -> OrderRecord:
-    """Read the file that a run wrote.
+    """Read the data order that a run wrote.
 
     Raises:
-        RecordError: there is no such file, or it is invalid.
+        RecordError: the file does not exist or is invalid.
     """
     value = files.read_json(path)
     if value is None:
@@ -27,5 +27,5 @@ def read(path: Path) -> OrderRecord:
 
 
 def write(record: OrderRecord, path: Path, guard: files.Guard | None = None) -> None:
-    """Write the record, atomically replacing an older one; `guard`: the right to write to the run directory."""
+    """Write the data order, atomically replacing an older one. `guard` is the right to write to the run directory."""
     files.write_json(path, record.to_json(), guard=guard)

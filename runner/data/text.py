@@ -1,7 +1,7 @@
-"""Text as bytes (a vocabulary of 256), prepared once into a cache and memory-mapped from there.
+"""Text as bytes (a vocabulary of 256), prepared once in a cache and memory-mapped from there.
 
-Texts are concatenated, each followed by a zero byte. The last of every 20 blocks of the result is held out: split
-`eval` has those 5 %, split `train` the rest, and `all` both. The split depends only on the text.
+Texts are concatenated, each followed by a zero byte. Of every 20 blocks of the result, the last is held out. The split
+`eval` has these 5 %, `train` has the rest, and `all` has both. The split depends only on the text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NOT_LIBRARY = {
 
 
 class TextDataset(TokenDataset):
-    """One split of a text in the cache, which is prepared first if it is missing."""
+    """One split of a cached text. The cache is prepared first if it is missing."""
 
     def _open(
         self, directory: Path, texts: Callable[[], Iterator[bytes]], total: int, split: str, sequence_length: int
@@ -64,21 +64,21 @@ class TextDataset(TokenDataset):
         super().__init__(part, sequence_length, vocab_size=256)
 
     def fingerprint(self) -> dict[str, Any]:
-        """As for any tokens, with the checksum of the whole text, computed when it was prepared."""
+        """Return the fingerprint of the tokens, with the checksum that was computed when the text was prepared."""
         return {**super().fingerprint(), "text": self._content}
 
 
 class TextFiles(TextDataset):
-    """Bytes of text files; see `TokenDataset` for what a sample is.
+    """Bytes of text files. See `TokenDataset` for the samples.
 
-    Texts are concatenated, each followed by a zero byte. Split `eval` has the last of every 20 blocks, `train` the
-    rest.
+    Texts are concatenated, each followed by a zero byte. Split `eval` has the last of every 20 blocks, and `train` has
+    the rest.
 
     Args:
         paths: a file, a folder, a glob, or a list of them.
         sequence_length: T, at least 1.
         split: train, eval or all.
-        pattern: which files of a folder are text.
+        pattern: glob of the text files in a folder.
         cache_dir: where the concatenated text is cached; None: $RUNNER_CACHE or ~/.cache/runner.
 
     Raises:
@@ -133,12 +133,12 @@ class PythonText(TextDataset):
 
 
 def digest(value: Any) -> str:
-    """A short hash of a JSON-serializable value, for the name of a cache."""
+    """Return a short hash of a JSON-serializable value, for the name of a cache."""
     return hashlib.blake2b(json.dumps([FORMAT, BLOCK, HELD_OUT, value]).encode(), digest_size=8).hexdigest()
 
 
 def read_texts(files: Iterable[Path]) -> Iterator[bytes]:
-    """The bytes of `files` in chunks, with a zero byte after each file."""
+    """Yield the bytes of `files` in chunks, with a zero byte after each file."""
     for path in files:
         with open(path, "rb") as file:
             while chunk := file.read(CHUNK):
@@ -147,7 +147,7 @@ def read_texts(files: Iterable[Path]) -> Iterator[bytes]:
 
 
 def python_files(source: str) -> tuple[Callable[[], Iterator[bytes]], int, str]:
-    """Python's source files: a function that reads them, their total size with separators, and their cache key."""
+    """Return a function that reads Python's source files, their total size with separators, and their cache key."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(_library_files(library) if source == "code" else (library / "encodings").glob("*.py"))
     if not files:
@@ -167,7 +167,7 @@ def _library_files(library: Path) -> Iterator[Path]:
 
 
 def python_topics() -> tuple[Callable[[], Iterator[bytes]], int, str]:
-    """The language reference of pydoc; returns the same as `python_files`."""
+    """Return the same as `python_files` for pydoc's language reference."""
     try:
         module = importlib.import_module("pydoc_data.topics")
     except ImportError as error:
@@ -183,8 +183,8 @@ def python_topics() -> tuple[Callable[[], Iterator[bytes]], int, str]:
 def prepare(directory: Path, produce: Callable[[Path], None]) -> None:
     """Create `directory` atomically: `produce` fills a temporary directory, which is then renamed.
 
-    Several processes may prepare the same directory at once; the first to finish wins, and the others discard their
-    work. What a killed process left behind is deleted after a day.
+    Several processes may prepare the same directory at once. The first to finish wins, and the others discard their
+    work. Temporary directories of killed processes are deleted after a day.
 
     Args:
         directory: the cache entry to create.
@@ -259,7 +259,7 @@ def write_text(folder: Path, texts: Iterable[bytes], total: int) -> None:
 
 
 def _blocks(texts: Iterable[bytes], size: int) -> Iterator[bytes]:
-    """The same bytes in blocks of `size`; the last one may be shorter."""
+    """Yield the same bytes in blocks of `size`. The last one may be shorter."""
     buffer = bytearray()
     for text in texts:
         buffer += text
