@@ -1,4 +1,4 @@
-"""Where a run's metrics go: a small protocol, and the writers that implement it.
+"""Writers of a run's metrics, and the protocol that they implement.
 
 Importing this package imports none of the libraries that the writers need.
 """
@@ -13,13 +13,13 @@ __all__ = ["JsonlWriter", "Writer", "resume_jsonl", "resume_records"]
 
 
 class Writer(Protocol):
-    """Takes records in order of step: one per step, and one per evaluation (with `eval_loss`)."""
+    """A receiver of records in order of step: one per step, and one per evaluation (with `eval_loss`)."""
 
     def write(self, record: dict[str, Any]) -> None:
-        """Take one record; its `step` is the number of completed steps."""
+        """Write one record. Its `step` is the number of completed steps."""
 
     def flush(self) -> None:
-        """Send what is buffered."""
+        """Send buffered records."""
 
     def close(self) -> None:
-        """Flush and close; nothing is written afterwards."""
+        """Flush and close. Nothing is written afterwards."""

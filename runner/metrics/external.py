@@ -1,4 +1,4 @@
-"""Base of loggers that use another library, in a background thread: a slow or broken one never delays training."""
+"""Base of writers that use an external library in a background thread, so that it never delays training."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from runner.system import files
 
 _log = logging.getLogger(__name__)
 
-QUEUE_RECORDS = 10_000  # with more waiting, the logger counts as failed
+QUEUE_RECORDS = 10_000  # if more records are waiting, the logger counts as failed
 CLOSE_TIMEOUT_S = 20.0  # a preempted run cannot wait longer for a network
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record by name, nested ones as `a/b`; without `step` and everything that is not a number."""
+    """Return the numbers of a record by name, nested ones as `a/b`, without `step`."""
     return {
         name: float(value)
         for name, value in flattened(record, "/")
@@ -42,15 +42,15 @@ def flattened(node: Mapping[str, Any], separator: str, prefix: str = "") -> Iter
 
 
 class ExternalWriter(ABC):
-    """A `Writer` whose library is imported, opened and written to in a background thread.
+    """Base of a `Writer` whose library is imported, opened and written to in a background thread.
 
-    `write` takes a few microseconds. If the library fails (no network, a full disk, a refused login), that is reported
-    once, and its further records are dropped; metrics.jsonl has them all.
+    `write` takes a few microseconds. If the library fails (no network, a full disk, a refused login), the failure is
+    reported once and later records are dropped for it. metrics.jsonl has all of them.
 
     Args:
         run: the run directory.
         step: the step at which the run resumes, 0 at its start.
-        report: called with a one-line message if the logger fails; by default the message is logged as a warning.
+        report: called with a one-line message if the logger fails; by default it logs the message as a warning.
 
     Raises:
         UserError: the library is not installed.
@@ -60,7 +60,7 @@ class ExternalWriter(ABC):
     module: str
     package: str
     summarizes = False
-    """Whether it shows what each metric of the evaluations has come to, for which it keeps a `summary`."""
+    """Whether the library shows the last and best value of each evaluation metric, from `summary`."""
 
     def __init__(self, run: RunDir, step: int = 0, report: Callable[[str], None] = _log.warning) -> None:
         if importlib.util.find_spec(self.module) is None:
@@ -89,29 +89,29 @@ class ExternalWriter(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Send what the library buffers."""
+        """Send the records that the library has buffered."""
 
     @abstractmethod
     def end(self) -> None:
         """Send everything and close."""
 
     def show(self, media: Media) -> None:  # noqa: B027 a library without images and texts needs no method
-        """Log an image or a text; by default it is in the run directory only."""
+        """Log an image or a text. By default, do nothing: the run directory has its file."""
 
     def behind(self) -> bool:
-        """Whether the library lacks records up to the step at which the run resumes; asked once it is open."""
+        """Check whether the library lacks records up to the step of the resume. Called after `open`."""
         return False
 
     def about(self, lineage: Lineage) -> None:
-        """What is known of the run; called before the first record."""
+        """Set the facts known about the run. Called before the first record."""
         self.lineage = lineage
 
     def ending(self, state: str, reason: str | None = None) -> None:
-        """Take how the attempt ended (see `lineage`), and why the run ended early if it did; called before `close`."""
+        """Set how the attempt ended (see `lineage`), and the reason if it ended early. Called before `close`."""
         self.ended, self.reason = state, reason
 
     def write(self, record: dict[str, Any]) -> None:
-        """Pass `record` to the thread, which is started with the first one."""
+        """Pass `record` to the thread. The first record starts the thread."""
         self._send(record)
 
     def media(self, media: Media) -> None:
@@ -127,7 +127,7 @@ class ExternalWriter(ABC):
         self._put(record)
 
     def flush(self) -> None:
-        """Ask the thread to send what it has; does not wait for it."""
+        """Ask the thread to send its records, without waiting for it."""
         if self._thread is not None and not self._broken:
             self._put({})
 
@@ -168,13 +168,13 @@ class ExternalWriter(ABC):
                     self.sync()
             self._check_guard()
             self.end()
-        except SupersededError:  # a newer attempt logs from here on; the training thread finds out by itself
+        except SupersededError:  # a newer attempt logs from here on; the training thread checks the guard as well
             self._broken = True
-        except Exception as error:  # noqa: BLE001 whatever the library raises must not end the training
+        except Exception as error:  # noqa: BLE001 an error of the library must not end the training
             self._fail(f"{type(error).__name__}: {error}".splitlines()[0])
 
     def _catch_up(self) -> None:
-        """Log what the run has recorded already: a branch's part of its trunk, and what a kill kept from being sent."""
+        """Log the records that the library lacks: the trunk's part of a branch, and records not sent before a kill."""
         for record in files.read_lines(self.run.metrics):
             if not isinstance(record, dict) or not isinstance(record.get("step"), int):
                 continue
@@ -184,7 +184,7 @@ class ExternalWriter(ABC):
             self.log(record["step"], scalars(record))
 
     def _check_guard(self) -> None:
-        """Before the library writes: unlike our own records, its files cannot be protected against a later moment."""
+        """Check the guard before the library writes. Its files, unlike the run's records, have no later protection."""
         with suppress(OSError):
             self.run.check_guard()
 
@@ -194,7 +194,7 @@ class ExternalWriter(ABC):
             self._report(f"logger {self.name} failed and is disabled from here on ({reason})")
 
     def identity(self, make: Callable[[], str]) -> str:
-        """The id by which the library knows this run: created once, then read from the run directory."""
+        """Return the id of this run in the library. It is created once, then read from the run directory."""
         ids = files.read_object(self.run.loggers)
         if self.name not in ids:
             self.is_new = True

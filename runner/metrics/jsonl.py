@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per line, every step once, however often the run is killed."""
+"""Write metrics.jsonl: one JSON object per line, each step once, however often the run is killed."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from runner.rundir.evaluations import EVALUATION
 from runner.rundir.paths import RunDir
 from runner.system import files
 
-_LATER = re.compile(rb'\{"step": (\d{1,18}), .*\}\n')  # how our own lines begin and end
+_LATER = re.compile(rb'\{"step": (\d{1,18}), .*\}\n')  # start and end of a line that `JsonlWriter` wrote
 FULL = (errno.ENOSPC, errno.EDQUOT)
 TAIL_BYTES = 1 << 20
-"""About how much may be written before it is synced although nobody has asked for that."""
+"""Number of unsynced bytes above which `write` syncs without being asked to."""
 
 
 class JsonlWriter:
-    """Appends records to one open file, each with a single write, so that SIGKILL loses no written record.
+    """A writer that appends each record with one write to an open file, so that SIGKILL loses no written record.
 
-    `write` takes microseconds and seldom waits for the disk. Call `sync` before a checkpoint is committed: then a power
-    failure loses no line up to that checkpoint's step either. Until then the lines are kept in memory as well: what a
-    network file system has taken and could not write cannot be read from the file. While the disk is full, the file
-    may lack lines behind the last checkpoint, which a run that is killed then writes again. Make one with
-    `resume_jsonl`.
+    `write` takes microseconds and seldom waits for the disk. Call `sync` before you commit a checkpoint: then a power
+    failure cannot lose a line up to the checkpoint's step. Lines are also kept in memory until `sync`, because a
+    network file system can accept lines, fail to store them, and lose them. While the disk is full, the file may lack
+    lines after the last checkpoint. If the run is killed then, it writes them again after the resume. Create a writer
+    with `resume_jsonl`.
 
     Args:
         path: the file.
-        fd: open for appending to it.
-        size: its size in bytes, which are durable: a checkpoint was committed after them.
-        reached: the highest step of the complete records that were found; 0 if there was none.
+        fd: file descriptor, open for appending.
+        size: size of the file in bytes, all of them durable.
+        reached: highest step of the complete records in the file; 0 if there are none.
         guard: the right to write to the run directory.
     """
 
@@ -43,17 +43,17 @@ class JsonlWriter:
         self.reached = reached
         self._fd = fd
         self._durable = size
-        self._tail = bytearray()  # what was written after that
+        self._tail = bytearray()  # bytes written after the durable ones
         self._guard = guard
         self._failed = False
-        self._in_doubt = False  # whether the tail may be damaged
+        self._in_doubt = False  # whether the tail in the file may be damaged
 
     def write(self, record: dict[str, Any]) -> None:
         """Append `record` as one line.
 
         Raises:
-            OSError: the disk is full, for example; it can be written again, and is in the file once then.
-            SupersededError: by the guard.
+            OSError: the disk is full, for example. You can write the record again; the file then has it once.
+            SupersededError: a newer attempt holds the lease.
         """
         if len(self._tail) > TAIL_BYTES:
             self.sync()
@@ -71,9 +71,9 @@ class JsonlWriter:
         self._tail += line
 
     def _recover(self) -> None:
-        """After an error put the lines written so far into a new file.
+        """Write the lines so far into a new file if an error has occurred.
 
-        What an fsync has refused once may be lost though a second one succeeds, and a descriptor may be stale for ever.
+        After a failed fsync the data may be lost even if a second fsync succeeds, and a descriptor may stay stale.
         """
         if not self._failed:
             return
@@ -94,7 +94,7 @@ class JsonlWriter:
         self._in_doubt = False
 
     def truncate(self) -> None:
-        """Remove what is in the file behind the lines that were kept, durably; of a new file there is nothing.
+        """Durably remove everything after the lines that were kept. A new file has nothing to remove.
 
         Raises:
             OSError: the file system refused.
@@ -104,14 +104,14 @@ class JsonlWriter:
             files.fsync_fd(self._fd)
 
     def flush(self) -> None:
-        """Nothing to do: every line was passed to the operating system when it was written."""
+        """Do nothing: each line is passed to the operating system when it is written."""
 
     def sync(self) -> None:
         """Make every line written so far durable.
 
         Raises:
-            OSError: the file system refused; it can be tried again.
-            SupersededError: by the guard.
+            OSError: the file system returned an error. You can try again.
+            SupersededError: a newer attempt holds the lease.
         """
         self._recover()
         try:
@@ -125,7 +125,7 @@ class JsonlWriter:
         self._is_durable()
 
     def close(self) -> None:
-        """Sync and close; closing twice is fine, writing afterwards is an error."""
+        """Sync and close. Closing twice is allowed; writing afterwards is an error."""
         if self._fd >= 0:
             self.sync()
             fd, self._fd = self._fd, -1
@@ -148,21 +148,21 @@ class JsonlWriter:
 
 
 def resume_records(run: RunDir, step: int, evaluated: bool = True) -> tuple[JsonlWriter, JsonlWriter]:
-    """Keep the records of metrics.jsonl and timings.jsonl up to `step`, at which a run resumes, and open them.
+    """Keep the records of metrics.jsonl and timings.jsonl up to `step`, where a run resumes, and open both files.
 
-    The files are truncated, which costs as much as is dropped, where it is certain that no other process can have them
-    open for writing. Otherwise copies take their place: a frozen older process that wakes up then writes to files that
-    nobody reads. See `runner.rundir.appender`.
+    If no other process can have the files open for writing, they are truncated, which takes time proportional to what
+    is dropped. Otherwise copies replace them. A frozen older process that wakes up then writes to files that are no
+    longer read. See `runner.rundir.appender`.
 
     Args:
         run: the run directory, with the guard of its lease.
         step: records with a greater `step` are dropped; 0 keeps none.
-        evaluated: whether the restored state is from after the evaluation of `step`. If not, that evaluation's record,
-            which an attempt in between may have written, is dropped too, because it will be written again.
+        evaluated: whether the restored state is from after the evaluation of `step`. If not, that evaluation's record
+            is dropped too, because the evaluation will be repeated.
 
     Raises:
         SupersededError: a newer attempt holds the lease; nothing was changed.
-        OSError: a file cannot be read, replaced or truncated; it can be tried again.
+        OSError: a file cannot be read, replaced or truncated. You can try again.
     """
     in_place, opened = nobody_appends(run), []
     try:
@@ -180,7 +180,7 @@ def resume_records(run: RunDir, step: int, evaluated: bool = True) -> tuple[Json
 
 
 def _in_place(path: Path, step: int, evaluated: bool, guard: files.Guard | None) -> JsonlWriter | None:
-    """The file itself, to be truncated; None if it is missing, or somebody else's as well."""
+    """Open the existing file for truncation. Return None if it is missing or shared with another run."""
     fd = files.open_in_place(path)
     if fd is None:
         return None
@@ -192,10 +192,10 @@ def _in_place(path: Path, step: int, evaluated: bool, guard: files.Guard | None)
 
 
 def resume_jsonl(path: Path, step: int, evaluated: bool = True, guard: files.Guard | None = None) -> JsonlWriter:
-    """Keep the records of one file up to `step` in a new file that replaces it, and open that for appending.
+    """Keep the records of one file up to `step` in a new file that replaces it, and open the new file for appending.
 
-    The writer appends to that very file, never to what has its name later. Args and errors as of `resume_records`; the
-    file may be missing.
+    The writer appends to that file even if the path is later given to another file. Arguments and errors are those of
+    `resume_records`. The file may be missing.
     """
     try:
         file = files.open_regular(path, follow=True)
@@ -207,7 +207,7 @@ def resume_jsonl(path: Path, step: int, evaluated: bool = True, guard: files.Gua
 
 
 def copy_records(run: RunDir, other: RunDir, step: int) -> None:
-    """Take the records of another run up to `step` over into a run that has none, which begins as its branch.
+    """Copy the records of another run up to `step` into a branch that has none yet.
 
     Raises:
         SupersededError: a newer attempt holds the lease of the branch.
@@ -226,9 +226,9 @@ def copy_records(run: RunDir, other: RunDir, step: int) -> None:
 
 
 def _cut(fd: int, step: int, evaluated: bool) -> tuple[int, int]:
-    """The size of what is kept of an open file, and the highest step of all lines that were looked at.
+    """Return the size of the part of a file that is kept, and the highest step of all lines that were read.
 
-    Lines are in order of step, so only the end of the file is read, and only what is kept of it is parsed.
+    Lines are in order of step, so the file is read backwards, and only the kept lines are parsed.
     """
     reached = 0
     for start, line in files.lines_backwards(fd):
@@ -240,7 +240,7 @@ def _cut(fd: int, step: int, evaluated: bool) -> tuple[int, int]:
         if record is None:
             continue
         reached = max(reached, record["step"])
-        # A step's line may have the marker, too: in the name of a source.
+        # The record of a step can contain EVALUATION as well, in the name of a source.
         again = not evaluated and record["step"] == step and EVALUATION in line and "loss" not in record
         if record["step"] <= step and not again:
             return start + len(line), reached
@@ -248,7 +248,7 @@ def _cut(fd: int, step: int, evaluated: bool) -> tuple[int, int]:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """The record that a line is; None if it is damaged."""
+    """Parse a line as a record. Return None if it is damaged."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What loggers show of a run beside its numbers: its settings, where it was forked from, its attempts, how it ended."""
+"""Facts about a run that loggers show besides its metrics: settings, fork, attempts, how it ended."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 
 @dataclass(frozen=True)
 class Fork:
-    """Where a branch left its trunk.
+    """The step at which a branch left its trunk.
 
     Attributes:
-        trunk: the run directory of the trunk, which may be gone.
-        step: the step up to which the branch is the trunk.
+        trunk: run directory of the trunk. It may no longer exist.
+        step: last step that the branch shares with the trunk.
         digest: the identity of the trunk.
     """
 
@@ -30,7 +30,7 @@ class Fork:
     digest: str
 
     def logged_as(self, logger: str) -> str | None:
-        """The id of the trunk in W&B or MLflow; None if it is not known."""
+        """Return the id of the trunk in W&B or MLflow, or None if it is unknown."""
         try:
             found = files.read_object(self.trunk.loggers).get(logger)
         except OSError:
@@ -40,13 +40,13 @@ class Fork:
 
 @dataclass(frozen=True)
 class Lineage:
-    """What is known of a run at the start of an attempt.
+    """Facts about a run at the start of an attempt.
 
     Attributes:
         settings: the frozen config.
         attempt: number of the attempt, from 1.
-        fork: None if the run is no branch.
-        best: for metrics that a checkpoint is judged by: `min` or `max`.
+        fork: where the run was forked; None if it is not a branch.
+        best: `min` or `max` for each metric that decides the best checkpoint.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Lineage:
 
 
 class Summary:
-    """The last and the best value of each metric of the evaluations so far."""
+    """The last and the best value of each metric in the evaluations so far."""
 
     def __init__(self, run: RunDir, step: int, best: Mapping[str, str]) -> None:
         self._run, self._best = run, best
@@ -67,7 +67,7 @@ class Summary:
                 self.add(record)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take a record of metrics.jsonl into account; only those of evaluations count."""
+        """Add a record of metrics.jsonl. Records that are not of evaluations are ignored."""
         if "loss" in record:
             return
         for name, value in record.items():
@@ -79,7 +79,7 @@ class Summary:
                     self._extremes[name] = pick(self._extremes.get(name, value), value)
 
     def values(self) -> dict[str, float]:
-        """`last/NAME`, `best/NAME`, and `evaluated/NAME` of the highest step that `runner evaluate` has evaluated."""
+        """Return `last/NAME` and `best/NAME`, and `evaluated/NAME` for the highest step of `runner evaluate`."""
         evaluated: dict[str, float] = {}
         with suppress(OSError):
             for record in results(self._run)[-1:]:

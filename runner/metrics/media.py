@@ -1,4 +1,4 @@
-"""Images and texts that belong to a step: files in the run directory, and what loggers show of them."""
+"""Images and texts of a step: write them as files in the run directory, for loggers to show."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Media:
 
     Attributes:
         step: completed steps.
-        name: as the user logged it.
-        path: the file that holds it.
+        name: name that the user passed.
+        path: file with the content.
         content: PNG bytes, or the text.
     """
 
@@ -42,10 +42,10 @@ class Media:
 
 
 def file_name(name: Any, step: int, suffix: str) -> str:
-    """Return `NAME-STEP.SUFFIX`, with the step in eight digits, so that files sort by it; slashes make subdirectories.
+    """Return `NAME-STEP.SUFFIX`, with the step in eight digits so that files sort by it. Slashes make subdirectories.
 
     Raises:
-        UserError: the name is not one of a file below a directory.
+        UserError: the name is not valid for a file below a directory.
     """
     parts = name.split("/") if isinstance(name, str) else [""]
     if len(str(name)) > _MAX_NAME or not all(re.fullmatch(r"[\w+=-][\w .+=-]*", part) for part in parts):
@@ -57,10 +57,10 @@ def file_name(name: Any, step: int, suffix: str) -> str:
 
 
 def png(image: Any) -> bytes:
-    """An image as the bytes of a PNG file.
+    """Encode an image as the bytes of a PNG file.
 
     Raises:
-        UserError: it is none of `IMAGES`.
+        UserError: the image is none of `IMAGES`.
     """
     if isinstance(image, bytes) and image.startswith(_SIGNATURE):
         return image
@@ -75,7 +75,7 @@ def png(image: Any) -> bytes:
 
 
 def _pixels(image: Any) -> np.ndarray:
-    """uint8 of shape (height, width, channels), from an array or a tensor."""
+    """Convert an array or a tensor to uint8 of shape (height, width, channels)."""
     import numpy as np
 
     is_tensor = callable(getattr(image, "detach", None))
@@ -96,12 +96,14 @@ def _pixels(image: Any) -> np.ndarray:
 
 
 def _encoded(pixels: np.ndarray) -> bytes:
-    """PNG (ISO/IEC 15948), without a filter."""
+    """Encode pixels as PNG (ISO/IEC 15948), without a filter."""
     import numpy as np
 
     height, width, channels = pixels.shape
     header = struct.pack(">IIBBBBB", width, height, 8, _COLORS[channels], 0, 0, 0)
-    lines = np.zeros((height, 1 + width * channels), np.uint8)  # each line begins with its filter's number
+    lines = np.zeros(
+        (height, 1 + width * channels), np.uint8
+    )  # each line begins with the number of its filter, 0: none
     lines[:, 1:] = pixels.reshape(height, -1)
     return (
         _SIGNATURE + _chunk(b"IHDR", header) + _chunk(b"IDAT", zlib.compress(lines.tobytes(), 6)) + _chunk(b"IEND", b"")
@@ -113,6 +115,6 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def size_of(image: bytes) -> tuple[int, int]:
-    """(width, height) of a PNG file."""
+    """Return (width, height) of a PNG file."""
     width, height = struct.unpack(">II", image[16:24])
     return width, height

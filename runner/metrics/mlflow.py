@@ -1,4 +1,4 @@
-"""MLflow: the same logged run after every resume."""
+"""Log to MLflow: one logged run, continued after every resume."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _log = logging.getLogger(__name__)
 
 BATCH = 1000  # metrics per request: the maximum of MLflow
 EVERY_S = 5.0
-PARAMS, PARAM_LENGTH = 100, 500  # per request, and in characters: what every version of MLflow takes
+PARAMS, PARAM_LENGTH = 100, 500  # per request, and in characters: limits that every version of MLflow accepts
 STATUS = {FINISHED: "FINISHED", STOPPED: "KILLED", FAILED: "FAILED"}
 
 
 class MLflow(ExternalWriter):
-    """Logs to one MLflow run, whose id is kept in the run directory.
+    """A writer to one MLflow run, whose id is kept in the run directory.
 
-    Steps that MLflow already has are not sent again: after a kill the run repeats them with the same values.
+    Steps that MLflow already has are not sent again. After a kill the run repeats them with the same values.
 
     Args:
         run: the run directory.
@@ -77,7 +77,7 @@ class MLflow(ExternalWriter):
         return str(made.info.run_id)
 
     def _tags(self) -> dict[str, str]:
-        """Return the run's tags and note; of a branch also where it left its trunk, as whose child it is shown."""
+        """Return the run's tags and note. For a branch, add its fork and the trunk as parent run."""
         run, fork = self.lineage.settings.get("run") or {}, self.lineage.fork
         own = {f"runner.tag.{tag}": "true" for tag in run.get("tags") or []}
         if run.get("notes"):
@@ -88,7 +88,7 @@ class MLflow(ExternalWriter):
         tags = {f"runner.fork.{name}": text for name, text in tags.items()}
         parent = fork.logged_as(self.name)
         if parent is not None:
-            with suppress(Exception):  # whatever the library raises for a run that it does not know
+            with suppress(Exception):  # the library raises various errors for an unknown run
                 self._client.get_run(parent)
                 tags["mlflow.parentRunId"] = parent
         return own | tags

@@ -14,16 +14,16 @@ REFRESH_EVERY_S = 0.1
 
 
 class ProgressBar:
-    """Shows step, loss, tokens/s (samples/s where there are no tokens) and the remaining time.
+    """A display of step, loss, tokens/s (samples/s where there are no tokens) and remaining time.
 
-    On a terminal this is a bar, redrawn at most ten times a second; elsewhere (a log file, a scheduler's output) it is
-    a line for the first and the last step and every `LINE_EVERY_S` seconds between. Nothing is imported or drawn before
-    the first `update`. A closed terminal, or a log on a full disk, does not stop the training.
+    On a terminal this is a bar, redrawn at most ten times a second. Elsewhere (a log file, a scheduler's output) it
+    prints a line for the first and the last step and every `LINE_EVERY_S` seconds between. Nothing is imported or drawn
+    before the first `update`. Training continues if the terminal is closed or the log is on a full disk.
 
     Args:
         total: the step at which the run is finished.
         stream: where to write; None: standard error.
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class ProgressBar:
         tokens_per_s: float | None = None,
         data_wait: float | None = None,
     ) -> None:
-        """`step` steps are complete.
+        """Show that `step` steps are complete.
 
         Args:
-            step: their number.
-            loss: of the last one.
+            step: number of completed steps.
+            loss: loss of the last step.
             samples_per_s: the current speed.
-            tokens_per_s: the same in tokens, if there are any.
-            data_wait: the share of the time spent waiting for data, shown with the last step.
+            tokens_per_s: the current speed in tokens, if there are any.
+            data_wait: share of the time spent waiting for data, shown with the last step.
         """
         now = self._clock()
         if self._began is None:
@@ -76,7 +76,7 @@ class ProgressBar:
             self._print(f"step {step}/{self.total}  {text}")
 
     def say(self, message: str) -> None:
-        """Print one line that stays."""
+        """Print a line that stays above the bar."""
         bar = self._bar  # another thread may close it
         if bar is None:
             self._print(message)
@@ -85,7 +85,7 @@ class ProgressBar:
             bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """End the bar and leave it as it is; closing twice is fine."""
+        """Stop the bar and leave it visible. Closing twice is allowed."""
         bar, self._bar = self._bar, None
         if bar is not None:
             with contextlib.suppress(OSError):
@@ -114,7 +114,7 @@ class ProgressBar:
 
 
 def quantity(number: float) -> str:
-    """A number such as 873, 12.3k or 1.2M."""
+    """Format a number as 873, 12.3k or 1.2M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.1f}{letter}"
@@ -122,7 +122,7 @@ def quantity(number: float) -> str:
 
 
 def size(count: float | None) -> str:
-    """Bytes as `312 B` or `1.2 MB` (powers of 1000); empty for None."""
+    """Format bytes as `312 B` or `1.2 MB` (powers of 1000), and None as an empty string."""
     if count is None:
         return ""
     amount, unit = float(count), "B"
@@ -134,7 +134,7 @@ def size(count: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as 0:42, 12:05 or 3:07:09; `?` for None."""
+    """Format seconds as 0:42, 12:05 or 3:07:09, and None as `?`."""
     if seconds is None:
         return "?"
     minutes, rest = divmod(int(seconds), 60)

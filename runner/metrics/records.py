@@ -1,9 +1,9 @@
-"""Which sources a line of metrics.jsonl names, and the reader that completes the lines.
+"""Decide which sources a line of metrics.jsonl names, and read the lines with the other sources filled in.
 
-With a thousand sources, what each has given so far would be most of a line, again and again. So where there are many,
-the line of a step names the sources of that step's batch, whose numbers are the only ones that have changed since the
-line before. That depends on the step alone, not on where the run was resumed, nor on its ranks. Now and then a line
-names all of them, so that whoever begins in the middle of a file need not read it from its beginning.
+With a thousand sources, the samples consumed per source would be most of every line. With many sources, a step's line
+therefore names only the sources of its batch, because only their numbers have changed since the line before. This
+depends only on the step, not on resumes or ranks. Every `ALL_EVERY_STEPS` steps a line names all sources, so that you
+can start reading in the middle of a file.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 from runner.system import files
 
 CARRIED = "sources"
-"""The key of a record whose entries hold until a later record names them again."""
+"""Key of a record. Its entries stay valid until a later record names them again."""
 ALL_EVERY_STEPS = 1000
 FEW = 16
-"""So many sources are named by every line, which then says all by itself."""
+"""Up to this number of sources, every line names all of them."""
 
 
 def names_all(step: int, sources: int) -> bool:
-    """Whether the line of a step, counted from 1, names all of so many sources."""
+    """Check whether the line of a step (from 1) names all sources."""
     return sources <= FEW or step == 1 or step % ALL_EVERY_STEPS == 0
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics.jsonl; those of steps with every source that was named so far.
+    """Yield the records of a metrics.jsonl. Records of steps have every source that was named so far.
 
-    Lines that are not the record of a step or of an evaluation are skipped.
+    Lines that are not records of a step or of an evaluation are skipped.
 
     Raises:
         OSError: see `files.read_lines`.

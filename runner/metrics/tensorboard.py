@@ -1,4 +1,4 @@
-"""TensorBoard events: one curve over all attempts of a run."""
+"""Write TensorBoard events: one curve over all attempts of a run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from runner.system import clock, files, processes
 
 
 class TensorBoard(ExternalWriter):
-    """Writes `tensorboard/` in the run directory, one event per record.
+    """A writer of events, one per record, to `tensorboard/` in the run directory.
 
-    A resumed attempt begins a new event file that names the step from which on earlier files are void, so TensorBoard
-    shows each step once.
+    A resumed attempt begins a new event file, which names the step from which earlier files are invalid. TensorBoard
+    therefore shows each step once.
     """
 
     name = "tensorboard"
@@ -22,9 +22,9 @@ class TensorBoard(ExternalWriter):
     package = "tensorboard"
 
     def open(self) -> None:
-        # All numbers of a record in one event: a ninth of the time of torch's SummaryWriter, which makes an event of
-        # each. Not by tensorboard's EventFileWriter: it makes the run directory anew where that was moved from, writes
-        # later than it is asked to, and prints the traceback of a thread of its own when the disk is full.
+        # One event holds all numbers of a record. This takes a ninth of the time of torch's SummaryWriter, which writes
+        # one event per number. tensorboard's EventFileWriter is not used: it recreates a run directory that was moved,
+        # delays its writes, and prints a traceback from its thread when the disk is full.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -38,7 +38,7 @@ class TensorBoard(ExternalWriter):
         self._add(step=self.step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def _add(self, **event: Any) -> None:
-        """Append an event to the file at once: nothing is left to be written when this process has lost the run."""
+        """Append an event to the file at once, so that nothing is pending when this process loses the lease."""
         framed = BytesIO()
         self._framing(framed).write(self._event(wall_time=clock.wall(), **event).SerializeToString())
         try:
@@ -64,9 +64,11 @@ class TensorBoard(ExternalWriter):
             width, height = size_of(media.content)
             image = Summary.Image(width=width, height=height, encoded_image_string=media.content)
             entry = Summary.Value(tag=media.name, image=image)
-        else:  # as torch's SummaryWriter.add_text has it
+        else:  # same layout as torch's SummaryWriter.add_text
             shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
-            indented = "".join(f"    {line}\n" for line in media.content.splitlines())  # Markdown, to be shown as it is
+            indented = "".join(
+                f"    {line}\n" for line in media.content.splitlines()
+            )  # indented, so that TensorBoard's Markdown shows it verbatim
             entry = Summary.Value(
                 tag=f"{media.name}/text_summary",
                 metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text")),
@@ -75,7 +77,7 @@ class TensorBoard(ExternalWriter):
         self._add(step=media.step, summary=self._summary(value=[entry]))
 
     def sync(self) -> None:
-        """Do nothing: each event was written at once."""
+        """Do nothing: each event is written at once."""
 
     def end(self) -> None:
         if self.reason:

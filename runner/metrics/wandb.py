@@ -1,4 +1,4 @@
-"""Weights & Biases: the same logged run after every resume."""
+"""Log to Weights & Biases: one logged run, continued after every resume."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _log = logging.getLogger(__name__)
 
 
 class WandB(ExternalWriter):
-    """Logs to one W&B run, whose id is kept in the run directory.
+    """A writer to one W&B run, whose id is kept in the run directory.
 
-    Steps that W&B already has are not sent again: after a kill the run repeats them with the same values.
+    Steps that W&B already has are not sent again. After a kill the run repeats them with the same values.
 
     Args:
         run: the run directory.
@@ -64,12 +64,12 @@ class WandB(ExternalWriter):
         self._logged.config.update({**self.lineage.settings, **origin}, allow_val_change=True)
 
     def behind(self) -> bool:
-        # An offline run cannot tell what W&B has: each attempt has a folder of its own, with its own steps.
+        # An offline run does not know which steps W&B has: each attempt writes its steps into a separate folder.
         return self.is_new or (self._next <= self.step and not getattr(self._logged, "offline", False))
 
     def log(self, step: int, values: dict[str, float]) -> None:
         if step >= self._next:
-            if self._first and step > self.step:  # where the attempts begin
+            if self._first and step > self.step:  # marks the first step of each attempt
                 self._first, values = False, {**values, "runner/attempt": float(self.lineage.attempt)}
             self._logged.log(values, step=step)
 
@@ -84,12 +84,12 @@ class WandB(ExternalWriter):
             self._logged.log({media.name: shown}, step=media.step)
 
     def sync(self) -> None:
-        """W&B sends by itself."""
+        """Do nothing: W&B sends in the background."""
 
     def end(self) -> None:
         state = {"state": self.ended, "attempts": self.lineage.attempt}
         state |= {"reason": self.reason} if self.reason else {}
         self._logged.summary.update({**self.summary.values(), **state})
-        if self.ended == STOPPED:  # it is shown as preempted, and not as failed
+        if self.ended == STOPPED:  # W&B then shows the run as preempted, not as failed
             self._logged.mark_preempting()
         self._logged.finish(exit_code=int(self.ended in (FAILED, STOPPED)))
