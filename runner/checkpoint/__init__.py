@@ -1,6 +1,6 @@
 """Checkpoints: train state, random generators, atomic commits.
 
-Names are resolved on first use, so that importing the package costs nothing and needs no torch.
+Names are imported on first use, so that importing the package is fast and needs no torch.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class Background:
-    """Runs submitted actions in a daemon thread, which is created on first use. What an action raises is logged."""
+    """A daemon thread for submitted actions, created on first use. Errors of an action are logged."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -23,21 +23,21 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Create the thread now rather than at the first `submit`."""
+        """Create the thread now, before the first `submit`."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="checkpoint", daemon=True)
             self._thread.start()
-            # An interpreter that shuts down while a thread is inside torch's code aborts.
+            # The interpreter aborts if it shuts down while a thread is inside torch's code.
             processes.at_exit(self.join)
 
     def submit(self, action: Callable[[], object]) -> None:
-        """Run `action`. Must not be called before the last one has ended; see `join`."""
+        """Run `action` in the thread. Call this only after the previous action has ended; see `join`."""
         self._idle.clear()
         self._queue.put(action)
         self.start()
 
     def join(self) -> None:
-        """Return when nothing is running."""
+        """Wait until no action is running."""
         self._idle.wait()
 
     def _serve(self) -> None:
@@ -45,9 +45,9 @@ class Background:
             action = self._queue.get()
             try:
                 action()
-            except Exception:  # noqa: BLE001 the thread must survive it, or the next save would wait forever
-                with suppress(Exception):  # and so must it survive what handles the message
+            except Exception:  # noqa: BLE001 if the thread ended, the next save would wait forever
+                with suppress(Exception):  # a log handler may raise, too
                     _log.exception("a save in the background failed unexpectedly")
             finally:
-                del action  # it references a whole state
+                del action  # it holds a reference to a whole train state
                 self._idle.set()

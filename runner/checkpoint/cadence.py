@@ -1,4 +1,4 @@
-"""When to save: pure functions of the step and the time, which the caller passes."""
+"""Decide when to save, from the step and the time that the caller passes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ LOST = frozenset({"preempted", "killed", "node failure", "requeued", "time limit
 
 @dataclass
 class AdaptiveInterval:
-    """The interval between saves that loses the least time, based on measurements.
+    """The interval between saves that loses the least time, computed from measurements.
 
-    Rare saves lose much work at a kill, frequent ones take time themselves. J. T. Daly, "A higher order estimate of the
-    optimum checkpoint interval for restart dumps" (2006), eq. 37, with the time C that a save stalls training and the
-    mean time M between losses, in seconds:
+    Rare saves lose much work at a kill, and frequent saves take time themselves. Formula: J. T. Daly, "A higher order
+    estimate of the optimum checkpoint interval for restart dumps" (2006), eq. 37. In seconds, C is the time that a save
+    stalls training, and M is the mean time between losses:
 
         C < 2 M:  sqrt(2 C M) (1 + 1/3 sqrt(C / 2M) + C / (9 * 2M)) - C        (first factor: Young, 1974)
         else:     M
 
-    M is (running time + prior) / (losses + 1): before any observation it is the prior, which counts as one loss.
+    M is (running time + prior) / (losses + 1). Before any observation it is the prior, which counts as one loss.
 
     Args:
         min_s: lower bound of the interval, in seconds; 0: none.
-        max_s: upper bound of the interval, in seconds; with 0, as often as a write allows.
+        max_s: upper bound of the interval, in seconds. With 0, the next save begins as soon as writing permits.
         prior_s: expected time between losses before any is observed, in seconds.
 
     Raises:
@@ -56,22 +56,22 @@ class AdaptiveInterval:
         self._writes = [*self._writes[-7:], max(write_s, 0.0)]
 
     def observe_attempts(self, attempts: Iterable[tuple[float, str]]) -> None:
-        """Replace the record of this run's ended attempts: (seconds it ran, cause of its end) each."""
+        """Replace the record of this run's ended attempts: (seconds it ran, cause of its end) for each."""
         ended = list(attempts)
         self._ran_s = sum(max(seconds, 0.0) for seconds, _ in ended)
         self._losses = sum(cause in LOST for _, cause in ended)
 
     @property
     def cost_s(self) -> float:
-        """Seconds that a save stalls training: the median of the last eight; 1 before the first."""
+        """Return the seconds that a save stalls training: the median of the last eight, 1 before the first."""
         return sorted(self._costs)[len(self._costs) // 2] if self._costs else 1.0
 
     def mean_time_between_losses_s(self, elapsed_s: float = 0.0) -> float:
-        """M of the formula, in seconds, `elapsed_s` seconds into the current attempt."""
+        """Return M of the formula, in seconds, `elapsed_s` seconds into the current attempt."""
         return (self._ran_s + elapsed_s + self.prior_s) / (self._losses + 1)
 
     def optimum_s(self, elapsed_s: float = 0.0) -> float:
-        """Daly's interval in seconds, before the bounds are applied."""
+        """Compute Daly's interval in seconds, before the bounds are applied."""
         cost, mean = self.cost_s, self.mean_time_between_losses_s(elapsed_s)
         if cost >= 2 * mean:
             return mean
@@ -79,12 +79,12 @@ class AdaptiveInterval:
         return math.sqrt(2 * cost * mean) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
 
     def interval_s(self, elapsed_s: float = 0.0) -> float:
-        """The interval to use, in seconds: the optimum within the bounds, but at least twice the longest write."""
+        """Return the interval in seconds: the optimum within the bounds, and at least twice the longest write."""
         write = max(self._writes, default=0.0)
         return min(max(self.optimum_s(elapsed_s), self.min_s, 2 * write), max(self.max_s, 2 * write))
 
     def explain(self, elapsed_s: float = 0.0) -> str:
-        """The interval and the reason for it, in one line."""
+        """Explain the interval in one line."""
         cost = f"a save costs {self.cost_s:.3g} s" if self._costs else "no save measured yet (1 s assumed)"
         hours = (self._ran_s + elapsed_s) / 3600
         return (
@@ -95,16 +95,16 @@ class AdaptiveInterval:
 
 
 class Cadence:
-    """Decides at each step boundary whether to save. Rank 0 asks it and broadcasts the answer.
+    """A decision at each step whether to save. Rank 0 makes it and broadcasts the answer.
 
     Args:
-        every_steps: save at every multiple of this step; None: not by steps.
-        every_minutes: save when this long has passed since the last save; None: not by time.
-        every_epochs: save when a multiple of so many epochs is complete; None: not by epochs.
-        completes: (every_epochs, step) -> whether one is.
-        adaptive: chooses the interval instead of `every_minutes`.
-        start_step: the step of the resume (or 0), which is not saved again.
-        now: seconds on the monotonic clock that is also used later.
+        every_steps: save at every multiple of this step; None: do not save by steps.
+        every_minutes: save when this many minutes have passed since the last save; None: do not save by time.
+        every_epochs: save when a multiple of this number of epochs is complete; None: do not save by epochs.
+        completes: function (every_epochs, step) -> whether `step` completes a multiple of `every_epochs` epochs.
+        adaptive: sets the interval instead of `every_minutes`.
+        start_step: step of the resume (or 0), which is not saved again.
+        now: current time in seconds, on the monotonic clock that you pass to the methods later.
 
     Raises:
         UserError: a setting is out of range.
@@ -138,11 +138,11 @@ class Cadence:
         self._last_time = now
 
     def should_save(self, step: int, now: float) -> bool:
-        """Whether a save is due after `step` completed steps; the end of an attempt needs one in any case."""
+        """Check whether to save after `step` completed steps. Always save at the end of an attempt."""
         return step > self._last_step and (self._by_steps(step) or self._by_time(now))
 
     def saved(self, step: int, now: float) -> None:
-        """Record that a save of `step` began at `now`; one that failed counts too, and the next one is due as usual."""
+        """Record that a save of `step` began at `now`, even if it failed: the next save is due as usual."""
         self._last_step = step
         self._last_time = now
 
@@ -158,7 +158,7 @@ class Cadence:
         return self.every_minutes is not None and waited >= 60 * self.every_minutes
 
     def explain(self, now: float) -> str:
-        """When saves happen, in one line."""
+        """Explain in one line when saves happen."""
         if self.adaptive is not None:
             return self.adaptive.explain(now - self._start)
         parts = []

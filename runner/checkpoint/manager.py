@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints: in the background, atomically, and only what verifies."""
+"""Save and load checkpoints: in the background, atomically, and only after verification."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from runner.system.distributed import World
 _log = logging.getLogger(__name__)
 
 PEER_TIMEOUT_S = 1800.0
-"""How long a rank waits for another one that is writing a large checkpoint to a slow disk."""
+"""Seconds that a rank waits for another rank that writes a large checkpoint to a slow disk."""
 
 
 class SaveCost(TypedDict):
-    """What a save cost: seconds that training was stalled, seconds until the commit (0 before it), bytes."""
+    """The cost of a save: seconds that training stalled, seconds until the commit (0 before it), bytes."""
 
     step: int
     stall_s: float
@@ -49,23 +49,25 @@ class SaveCost(TypedDict):
 class TrainStateManager:
     """The checkpoints of one run.
 
-    Every rank creates it at the same time (with several ranks it creates a gloo group), and calls `save` and `load` at
-    the same step. Errors that training survives, and checkpoints that are set aside, are logged as warnings on rank 0.
+    Every rank creates a manager at the same time, because it creates a gloo group if there are several ranks. All ranks
+    call `save` and `load` at the same step. On rank 0, warnings report checkpoints that are set aside and errors that
+    training survives.
 
     Args:
         directory: the directory of checkpoints; created by the first save.
-        fingerprint: what a run must agree in to load them (JSON values); parts that only one of the two runs names
-            are not compared.
-        keep_last: how many of the newest to keep; see `Retention`.
+        fingerprint: JSON values that must be equal for a run to load the checkpoints. Parts that only one of two
+            fingerprints has are not compared.
+        keep_last: keep this many of the newest checkpoints; see `Retention`.
         keep_every_steps: also keep every multiple of this step.
-        keep_best: also keep this many with the best metric.
-        best_metric: the name of that metric; a run that changes it keeps none for the metric that it had.
-        best_mode: whether the lowest (`min`) or the highest (`max`) is the best; NaN never is.
-        mode: `async` copies in memory and writes in the background, one save at a time; `sync` returns after the
-            commit.
+        keep_best: also keep this many checkpoints with the best metric.
+        best_metric: name of that metric. If a run changes it, checkpoints saved with the old metric are no longer kept
+            as best.
+        best_mode: `min` or `max`: whether the lowest or the highest value is the best; NaN never is.
+        mode: `async` copies the tensors in memory and writes in the background, one save at a time; `sync` returns
+            after the commit.
         check_fence: called on rank 0 before every change; raises SupersededError if a newer attempt holds the lease.
         fence: the fencing number of this attempt.
-        store: makes the store of the checkpoints, from `directory` and the fence.
+        store: function that creates the store from `directory` and the fence.
 
     Raises:
         UserError: a setting is out of range.
@@ -104,7 +106,7 @@ class TrainStateManager:
         self._copied = threading.Event()
 
     def warm_up(self) -> None:
-        """Import what the first save needs; best called in a background thread after the first step."""
+        """Import the modules that the first save needs. Call this in a background thread after the first step."""
         self._background.start()
         writer.warm_up()
 
@@ -122,23 +124,23 @@ class TrainStateManager:
     ) -> bool:
         """Save the state after `step` completed steps.
 
-        A save that is still being written is awaited first: there is never more than one, and which steps are saved
-        does not depend on the speed of the disk. A step that is already committed is not written again. If the file
-        system refuses, this is logged and training continues.
+        First wait for the save that is still being written. So there is never more than one, and the saved steps do not
+        depend on the speed of the disk. A step that is already committed is not written again. File system errors are
+        logged, and training continues.
 
         Args:
             step: completed optimizer steps.
             model: the model.
             optimizer: its optimizer, if it has one.
             train_state: from `build_train_state`; each rank passes its own.
-            averaged: the average of its weights, if it has one: an AveragedModel of torch.optim.swa_utils.
-            metric: what "best" is judged by, the value of `best_metric`.
-            wait: return after the commit (before exiting, for example).
-            copy_later: the weights and the optimizer may be copied while the next forward and backward passes run: the
-                caller calls `finish_copy` after them, before anything changes the weights or the optimizer.
+            averaged: the average of the model's weights, if there is one: an AveragedModel of torch.optim.swa_utils.
+            metric: value of `best_metric` at this step.
+            wait: return after the commit, for example before exiting.
+            copy_later: copy the weights and the optimizer during the next forward and backward passes. You must call
+                `finish_copy` after these, before anything changes the weights or the optimizer.
 
         Returns:
-            False if the save is known to have failed: see `last_error`.
+            False if the save has already failed: see `last_error`.
 
         Raises:
             SupersededError: a newer attempt holds the lease; nothing was committed.
@@ -174,11 +176,11 @@ class TrainStateManager:
 
     @property
     def copying(self) -> bool:
-        """Whether `finish_copy` has something to wait for."""
+        """Return whether `finish_copy` has to wait."""
         return self._copying is not None
 
     def finish_copy(self) -> None:
-        """After a save with `copy_later`, and forward and backward passes: return when the copies are made."""
+        """Wait for the copies of a save with `copy_later`. Call this after the forward and backward passes."""
         pending, self._copying = self._copying, None
         if pending is None:
             return
@@ -189,7 +191,7 @@ class TrainStateManager:
             self.last_save["stall_s"] += clock.perf_counter() - began
 
     def wait(self) -> None:
-        """Return when no save is in flight.
+        """Wait until no save is in flight.
 
         Raises:
             SupersededError: a newer attempt holds the lease.
@@ -199,11 +201,11 @@ class TrainStateManager:
         self._raise_if_superseded()
 
     def settle(self) -> None:
-        """Return when no save is in flight, whether it succeeded or not; for use before the lease is released."""
+        """Wait until no save is in flight, whether or not it succeeded. Call this before you release the lease."""
         self._background.join()
 
     def newest(self) -> Intact | None:
-        """The newest checkpoint that verifies (every byte is read); changes nothing.
+        """Return the newest checkpoint that verifies, reading every byte. Nothing is changed.
 
         Returns:
             None if there is no checkpoint at all.
@@ -223,15 +225,18 @@ class TrainStateManager:
     ) -> StateDict | None:
         """Load the newest checkpoint that verifies into `model`, `optimizer` and `averaged`, in place.
 
-        Corrupt ones of higher steps are set aside as `….corrupt`. Files are verified while they are read: after a
-        CheckpointError about corruption, model and optimizer may hold anything.
+        Corrupt checkpoints of higher steps are set aside as `….corrupt`. Files are verified while they are read, so
+        after a CheckpointError about corruption, model and optimizer may hold anything.
 
         Args:
-            another_optimizer: whether, at the step that is loaded, one that does not fit what was saved is left as it
-                is, with a warning.
+            model: the model.
+            optimizer: its optimizer; None: load only the model.
+            averaged: the average of the model's weights, if there is one.
+            another_optimizer: function from the loaded step to whether an optimizer that does not fit the saved one
+                keeps its state, with a warning, instead of raising.
 
         Returns:
-            Its train state, for `restore_train_state`; None if there is no checkpoint at all.
+            The train state, for `restore_train_state`; None if there is no checkpoint at all.
 
         Raises:
             CheckpointError: there are checkpoints and none is valid; or the newest is not readable, does not fit this
@@ -270,10 +275,10 @@ class TrainStateManager:
         averaged: Averaged | None,
         another_optimizer: bool,
     ) -> TrainState:
-        """Load a checkpoint and verify it in the same pass, each rank a part of its files.
+        """Load a checkpoint and verify it in the same pass. Each rank verifies a part of the files.
 
         Raises:
-            CorruptionError: it is corrupt; model and optimizer may hold anything.
+            CorruptionError: the checkpoint is corrupt. Model and optimizer may hold anything.
         """
         world = self._world
         state, reader = agreed(world, lambda: open_checkpoint(chosen, self._fingerprint))
@@ -297,7 +302,7 @@ class TrainStateManager:
         self._write(pending, begun)
 
     def _write(self, pending: PendingSave, begun: float) -> None:
-        """Commit a save and delete old ones; errors are recorded and logged, never raised."""
+        """Commit a save and delete old checkpoints. Errors are recorded and logged, never raised."""
         try:
             manifest = self._saver.commit(pending)
         except SupersededError as error:

@@ -1,4 +1,4 @@
-"""The steps of a save, taken by all ranks together: stage, write, commit, and delete what need not be kept."""
+"""The stages of a save, which all ranks run together: stage, write, commit, delete old checkpoints."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class PendingSave:
 
     Attributes:
         step: completed optimizer steps.
-        tensors: those of which this rank writes a chunk, by flat name.
-        copy: what they are copies in, if they are.
+        tensors: tensors of which this rank writes a chunk, by flat name.
+        copy: the copies of the tensors, if they are copied.
         state: this rank's train state.
         plan: which rank writes which chunk.
-        metric: what "best" is judged by.
+        metric: value of the metric that decides the best checkpoint.
     """
 
     step: int
@@ -49,23 +49,23 @@ class PendingSave:
     error: Exception | None = None
 
     def complete(self) -> None:
-        """Make the rest of the copies; what goes wrong is raised by `Saver.commit`, on every rank."""
+        """Make the remaining copies. `Saver.commit` raises an error of this on every rank."""
         try:
             if self.copy is not None:
                 self.copy.complete()
-        except Exception as error:  # noqa: BLE001 whatever it is, the other ranks must learn of it
+        except Exception as error:  # noqa: BLE001 `Saver.commit` passes any error to the other ranks
             self.error = error
 
 
 class Saver:
-    """Stages and commits saves; raises whatever goes wrong.
+    """Stages and commits of saves. Errors are raised, not logged.
 
     Args:
         store: where the checkpoints are.
-        world: ranks with a group of their own, since `commit` may run in a background thread.
-        fingerprint: what a run must agree in to load the checkpoints.
+        world: ranks with a separate group, because `commit` may run in a background thread.
+        fingerprint: JSON values that must be equal for a run to load the checkpoints.
         retention: which checkpoints to keep.
-        fence: this attempt's.
+        fence: fence of this attempt.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class Saver:
         self._buffers = HostBuffers()
         self._plan: writer.WritePlan | None = None
         self._warned = False
-        self._found_corrupt = set[int]()  # steps of checkpoints that this attempt set aside, or could not
+        self._found_corrupt = set[int]()  # steps of corrupt checkpoints, set aside or not
 
     def set_aside(self, step: int, corruption: str) -> None:
-        """On rank 0: set a corrupt checkpoint aside; where the disk refuses that, `delete_old` looks at it again.
+        """Set a corrupt checkpoint aside, on rank 0. If the disk refuses, `delete_old` checks the checkpoint again.
 
         Raises:
             SupersededError: a newer attempt holds the lease; nothing was changed.
@@ -96,7 +96,7 @@ class Saver:
         self._store.set_aside(step_name(step), "corrupt", corruption)
 
     def sweep(self) -> None:
-        """On rank 0, before a save or load: remove what killed or failed saves left behind.
+        """Remove leftovers of killed or failed saves, on rank 0, before a save or load.
 
         Raises:
             SupersededError: a newer attempt holds the lease.
@@ -126,10 +126,10 @@ class Saver:
             model: the model.
             optimizer: its optimizer, if it has one.
             train_state: from `build_train_state`.
-            metric: what "best" is judged by.
-            averaged: the average of its weights, if it has one.
+            metric: value of the metric that decides the best checkpoint.
+            averaged: the average of the model's weights, if there is one.
             copy: copy the tensors too, so that training may continue before `commit`.
-            copy_later: some of that may be left to `PendingSave.complete`; see `copying`.
+            copy_later: leave some of the copies to `PendingSave.complete`; see `copying`.
 
         Raises:
             CheckpointError: the optimizer holds parameters that are not in the model, or the train state lacks an
@@ -153,15 +153,15 @@ class Saver:
         return PendingSave(step, copies.tensors, plain, self._plan, metric, copies)
 
     def observe(self, pending: PendingSave) -> None:
-        """After the forward and backward passes that follow a save whose copies might wait."""
+        """Find out which tensors the forward and backward passes after a save changed; see `HostBuffers.observe`."""
         if pending.copy is not None:
             self._buffers.observe(pending.copy)
 
     def commit(self, pending: PendingSave) -> Manifest | None:
-        """Write on all ranks, commit on rank 0.
+        """Write the files on all ranks, then commit on rank 0.
 
         Returns:
-            None if the step was committed before.
+            The manifest, on rank 0; None if the step was committed before.
 
         Raises:
             SupersededError: a newer attempt holds the lease; nothing was committed.
@@ -181,12 +181,12 @@ class Saver:
         except BaseException as error:
             if world.is_main:
                 save.abort()
-            if isinstance(error, OSError):  # on every rank; a newer attempt has removed the directory, perhaps
+            if isinstance(error, OSError):  # on every rank; a newer attempt may have removed the directory
                 world.run_on_main(self._fence.check)
             raise
 
     def _write(self, new: Writer, pending: PendingSave) -> dict[str, FileRecord]:
-        """Write the tensors of this rank. Those of rank 0 become durable with the files that it adds."""
+        """Write the tensors of this rank. On rank 0 they become durable later, with the files that it adds."""
         if pending.error is not None:
             if pending.copy is not None:
                 self._buffers.never_copy_later(pending.copy.unstable)
@@ -197,7 +197,7 @@ class Saver:
         return records
 
     def _begin(self, save: Save, at: Stored) -> Path | None:
-        """Begin a save, and return its place; None if a valid checkpoint of this step exists."""
+        """Begin a save and return its path. Return None if a valid checkpoint of this step exists."""
         self.sweep()
         if self._make_room(at):
             return None
@@ -205,10 +205,10 @@ class Saver:
         return save.path
 
     def _make_room(self, at: Stored) -> bool:
-        """Set aside what is in the way; True if it is a valid checkpoint of this step, which is kept.
+        """Set aside whatever has the checkpoint's name. Return True if it is a valid checkpoint, which is kept.
 
         Raises:
-            CheckpointError: it is not of this runner and so is not touched, or it cannot be judged.
+            CheckpointError: it was not written by this runner, so it is left alone, or it cannot be judged.
         """
         found = choice.judge(at)
         if isinstance(found, Candidate):
@@ -225,7 +225,7 @@ class Saver:
         return False
 
     def _of_all_ranks(self, state: TrainState) -> TrainState:
-        """Rank 0's train state, with what differs between ranks from all of them."""
+        """Return rank 0's train state with the random generators and dataloader states of all ranks."""
         parts: list[Any] = self._world.gather_on_main((state.rng, state.dataloader))
         several = state.dataloader is not None and len(parts) > 1
         return replace(
@@ -264,11 +264,11 @@ class Saver:
         return manifest
 
     def delete_old(self, step: int) -> None:
-        """On rank 0, after the commit of `step`: delete what retention does not keep.
+        """Delete what retention does not keep, on rank 0, after the commit of `step`.
 
-        Only up to that step, and counted from there: this attempt resumed below whatever is above it, which is corrupt
-        and could not be set aside. It must not be kept instead of what is whole, so once it is below, that is tried
-        again, and it is not counted either way.
+        Only checkpoints up to `step` are counted and deleted. This attempt resumed below any higher step, so those are
+        corrupt and could not be set aside. They must not be kept instead of valid ones. Once their step is reached,
+        they are checked again, and set aside or counted.
 
         Raises:
             SupersededError: a newer attempt holds the lease.
@@ -283,13 +283,14 @@ class Saver:
             self._store.sweep()
 
     def _is_whole(self, candidate: Candidate) -> bool:
-        """Whether a checkpoint that was found corrupt is whole after all; otherwise it is set aside, if possible.
+        """Check whether a checkpoint that was found corrupt is valid now. Otherwise try to set it aside.
 
-        It may have been saved again, and only the answer of the disk was an error; or it was misread.
+        The checkpoint may have been saved again, with an error reported only for the last call, or it may have been
+        misread.
         """
         try:
             corruption = choice.corruption_of(candidate)
-        except CheckpointError:  # it cannot be read now: the next save looks again
+        except CheckpointError:  # not readable now: the next save checks it again
             return False
         if corruption is None:
             self._found_corrupt.discard(candidate.step)

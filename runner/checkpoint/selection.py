@@ -1,4 +1,4 @@
-"""Which checkpoint to load, agreed by all ranks: the newest that verifies."""
+"""Select the checkpoint to load, the same on all ranks: the newest that verifies."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ SMALL = (INDEX, TRAIN_STATE)
 
 
 def select(store: Store, world: World, load: Callable[[Intact], T], set_aside: Callable[[int, str], None]) -> T | None:
-    """What `load` makes of the highest step that verifies. What is no checkpoint is named in a warning.
+    """Load the newest checkpoint that verifies. Name directories that only look like checkpoints in a warning.
 
     Args:
         store: the checkpoints.
         world: the ranks, which all call this.
-        load: called on every rank; loads and verifies a checkpoint. One of which it raises a CorruptionError, on every
-            rank, is set aside, and the next lower step is tried.
-        set_aside: called on rank 0 with such a checkpoint's step, and what is wrong with it.
+        load: called on every rank; loads and verifies a checkpoint. If it raises a CorruptionError, on every rank, the
+            checkpoint is set aside and the next lower step is tried.
+        set_aside: called on rank 0 with the step of a corrupt checkpoint and a description of the corruption.
 
     Returns:
-        None if there is no checkpoint at all.
+        The result of `load`; None if there is no checkpoint at all.
 
     Raises:
-        CheckpointError: there are checkpoints and none is valid, or one of a higher step cannot be judged.
+        CheckpointError: there are checkpoints and none is valid, or one with a higher step than the newest valid one
+            cannot be judged.
         SupersededError: a newer attempt holds the lease.
     """
     corruptions: list[str] = []
@@ -58,10 +59,10 @@ def select(store: Store, world: World, load: Callable[[Intact], T], set_aside: C
 
 
 def agreed(world: World, action: Callable[[], T]) -> T:
-    """What `action` returns on this rank.
+    """Run `action` on every rank and return its result on this rank.
 
     Raises:
-        CorruptionError: on every rank, if one found corruption.
+        CorruptionError: on every rank, if a rank found corruption.
         Exception: as `World.run_on_all`.
     """
 
@@ -79,21 +80,21 @@ def agreed(world: World, action: Callable[[], T]) -> T:
 
 
 def tensor_files(manifest: Manifest, world: World) -> list[str]:
-    """The files with tensors that this rank is to verify: with as many ranks as saved them, its own."""
+    """List the tensor files that this rank verifies: with as many ranks as at the save, the files it wrote."""
     return sorted(set(manifest.files) - set(SMALL))[world.rank :: world.size]
 
 
 def open_checkpoint(found: Intact, fingerprint: Mapping[str, Any]) -> tuple[TrainState, CheckpointReader]:
-    """The train state and the tensors of a checkpoint.
+    """Open a checkpoint and return its train state and a reader of its tensors.
 
     Args:
-        found: the checkpoint. What is read here is verified, the tensors are not.
-        fingerprint: of this run.
+        found: the checkpoint. The index and the train state are verified, the tensors are not.
+        fingerprint: fingerprint of this run.
 
     Raises:
-        CorruptionError: a file is not as it was written.
-        CheckpointError: it is of another run or an unknown format version, lacks an entry, or contains something that
-            does not belong in a checkpoint.
+        CorruptionError: a file differs from what was written.
+        CheckpointError: the checkpoint is of another run or of an unknown format version, lacks an entry, or contains
+            something that does not belong in a checkpoint.
     """
     corruption = choice.size_error(found)
     if corruption is not None:

@@ -1,1 +1,1 @@
-"""Checkpoints as files: their store, manifests, commits, deletions and pins. Imports no torch."""
+"""Checkpoints as files: store, manifests, commits, deletions and pins. Imports no torch."""

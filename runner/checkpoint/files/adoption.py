@@ -1,4 +1,4 @@
-"""Takes a committed checkpoint over into the directory of another run, which then depends on nothing of the first.
+"""Take a committed checkpoint over into the directory of another run, which then does not depend on the first run.
 
 Imports no torch.
 """
@@ -19,21 +19,21 @@ from runner.checkpoint.files.store import BLOCK_BYTES, Fence
 from runner.errors import CheckpointError
 from runner.system import files
 
-# What a file system says that has no links, or none to this file.
+# Errors of a file system that supports no links, or none to this file.
 UNLINKABLE = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
 
 
 def adopt(source: Path, directory: Path, fence: Fence) -> None:
-    """Commit the checkpoint at `source` in `directory`, under its own name; nothing to do if it is there already.
+    """Commit the checkpoint at `source` in `directory` under the same name. Do nothing if it is already there.
 
-    Its files are never changed once they are committed, so they are linked; where the file system cannot link them,
-    they are copied. Every byte is verified before the commit. A checkpoint that is deleted meanwhile is either taken
-    over as a whole or not at all.
+    Committed files never change, so they are linked, or copied if the file system cannot link them. Every byte is
+    verified before the commit. If the source is deleted at the same time, the checkpoint is taken over completely or
+    not at all.
 
     Args:
         source: a committed checkpoint.
-        directory: of the checkpoints of the run that takes it over.
-        fence: of that run.
+        directory: checkpoint directory of the run that takes the checkpoint over.
+        fence: fence of that run.
 
     Raises:
         CheckpointError: there is no valid checkpoint at `source`.
@@ -47,7 +47,7 @@ def adopt(source: Path, directory: Path, fence: Fence) -> None:
     if not isinstance(found, Intact):
         reason = "it is gone" if found is None else getattr(found, "corruption", None) or "it is no checkpoint"
         raise CheckpointError(f"{source} cannot be taken over: {reason}")
-    fence.check()  # where the branch was moved or removed meanwhile, nothing of it is made anew
+    fence.check()  # a branch that was moved or removed must not be recreated
     with suppress(FileExistsError):
         files.make_dir(directory, files.OWNED)
     files.fsync_dir(directory.parent)

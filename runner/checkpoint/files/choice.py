@@ -1,7 +1,6 @@
-"""The checkpoints of a store: which there are, which verify, which one somebody means, and which to keep.
+"""List the checkpoints of a store, verify them, choose one, and decide which to keep.
 
-The step in the manifest must be the one in the name. Everything else there belongs to somebody else and is left alone.
-Imports no torch.
+The step in the manifest must match the step in the name. All other entries are left alone. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ class _Entry:
 
     @property
     def path(self) -> Path:
-        """Where it is."""
         return self.at.path
 
 
@@ -40,10 +38,10 @@ class Candidate(_Entry):
 
     Attributes:
         at: the checkpoint.
-        step: the step in its name; the same as in its manifest, if there is one.
-        manifest: None if it is corrupt or cannot be judged.
-        corruption: what is wrong with the manifest.
-        error: why it cannot be judged: not readable, or of an unknown format version.
+        step: step in the name, equal to the step in the manifest, if there is one.
+        manifest: None if the manifest is corrupt or cannot be judged.
+        corruption: how the manifest is corrupt, or None.
+        error: why the checkpoint cannot be judged: not readable, or of an unknown format version.
     """
 
     step: int
@@ -61,12 +59,13 @@ class Intact(Candidate):
 
 @dataclass(frozen=True)
 class Stranger(_Entry):
-    """What has a checkpoint's name and is none: never loaded, counted or deleted.
+    """An entry that has a checkpoint's name and is not a checkpoint. It is never loaded, counted or deleted.
 
     Attributes:
         at: the entry.
-        reason: what it is instead.
-        step: if it is a checkpoint that was copied or renamed: the step that it contains. Else None: not ours.
+        reason: why it is not a checkpoint.
+        step: the step that it contains, if it is a checkpoint that was copied or renamed; None if this runner did not
+            write it.
     """
 
     reason: str
@@ -74,7 +73,7 @@ class Stranger(_Entry):
 
     @property
     def is_empty_directory(self) -> bool:
-        """Whether it holds nothing, so that a checkpoint can take its place."""
+        """Return whether it is an empty directory, which a checkpoint can replace."""
         with contextlib.suppress(OSError):
             return not self.at.wrong_kind() and not self.at.names()
         return False
@@ -82,13 +81,13 @@ class Stranger(_Entry):
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints to keep; the newest is always kept.
+    """The rules for which checkpoints to keep. The newest is always kept.
 
     Attributes:
-        keep_last: this many newest ones.
-        keep_every_steps: also every multiple of this step.
-        keep_best: also this many with the best value of `best_metric`.
-        best_metric: the metric that they are judged by; what was saved with another one is not.
+        keep_last: keep this many of the newest checkpoints.
+        keep_every_steps: also keep every multiple of this step.
+        keep_best: also keep this many with the best value of `best_metric`.
+        best_metric: name of the metric. Checkpoints saved with another metric are not considered.
         best_mode: `min` or `max`; NaN is never the best.
     """
 
@@ -99,7 +98,7 @@ class Retention:
     best_mode: str = "min"
 
     def to_delete(self, found: Iterable[Candidate], pinned: Collection[int] = ()) -> list[Candidate]:
-        """The intact ones among `found` that need not be kept, oldest first; not those of `pinned` steps."""
+        """Return the intact checkpoints in `found` that need not be kept, oldest first, without `pinned` steps."""
         intact = sorted((c for c in found if isinstance(c, Intact)), key=lambda c: c.step)
         kept = {c.path for c in intact[-max(self.keep_last, 1) :]}
         if self.keep_every_steps:
@@ -109,7 +108,7 @@ class Retention:
         return [c for c in intact if c.path not in kept]
 
     def best(self, intact: Iterable[Candidate]) -> list[Candidate]:
-        """Those that were judged by the metric, the best first; of equal ones the oldest first."""
+        """Return the checkpoints with a value of the metric, best first, and oldest first among equal ones."""
         judged = [
             (-m.metric if self.best_mode == "max" else m.metric, c.step, c)
             for c in intact
@@ -119,7 +118,7 @@ class Retention:
 
 
 def scan(store: Store) -> list[Candidate | Stranger]:
-    """Whatever has a checkpoint's name, highest number first. Reads only the manifests.
+    """List all entries with a checkpoint's name, highest number first. Only the manifests are read.
 
     Raises:
         CheckpointError: the directory is not readable.
@@ -133,7 +132,7 @@ def scan(store: Store) -> list[Candidate | Stranger]:
 
 
 def candidates(store: Store) -> list[Candidate]:
-    """The committed checkpoints, highest step first. Reads only the manifests.
+    """List the committed checkpoints, highest step first. Only the manifests are read.
 
     Raises:
         CheckpointError: the directory is not readable.
@@ -142,7 +141,7 @@ def candidates(store: Store) -> list[Candidate]:
 
 
 def strangers(store: Store) -> list[Stranger]:
-    """What has a checkpoint's name and is none.
+    """List the entries that have a checkpoint's name and are not checkpoints.
 
     Raises:
         CheckpointError: the directory is not readable.
@@ -151,9 +150,9 @@ def strangers(store: Store) -> list[Stranger]:
 
 
 def judge(at: Stored) -> Candidate | Stranger | None:
-    """What is there, where the name is `step_` and a number; None if nothing is. Reads only the manifest.
+    """Judge an entry named `step_<number>` by its manifest. Return None if there is none.
 
-    The step in the manifest decides: a copy of an old checkpoint must not pass as a newer one.
+    The step in the manifest decides, because a copy of an old checkpoint must not pass as a newer one.
     """
     step = int(at.path.name.removeprefix("step_"))
     canonical = at.path.name == step_name(step)
@@ -165,7 +164,7 @@ def judge(at: Stored) -> Candidate | Stranger | None:
         return _judge_damaged(at, step if canonical else None, str(corruption))
     except CheckpointError as error:
         return Candidate(at, step, None, error=error)
-    except OSError:  # deleted meanwhile
+    except OSError:  # deleted by another process
         return None
     if at.path.name == step_name(manifest.step):
         return Intact(at, step, manifest)
@@ -179,13 +178,13 @@ def _judge_damaged(at: Stored, step: int | None, corruption: str) -> Candidate |
             return Candidate(at, step, None, corruption)
     except CheckpointError as error:
         return Candidate(at, step or 0, None, error=error)
-    except OSError:  # deleted meanwhile
+    except OSError:  # deleted by another process
         return None
     return Stranger(at, "it has no manifest of this runner")
 
 
 def corruption_of(candidate: Candidate) -> str | None:
-    """Read every byte of a checkpoint, and return what is wrong with it, or None.
+    """Read every byte of a checkpoint and return a description of its corruption, or None.
 
     Raises:
         CheckpointError: it cannot be judged.
@@ -194,7 +193,7 @@ def corruption_of(candidate: Candidate) -> str | None:
 
 
 def size_error(candidate: Candidate) -> str | None:
-    """Return what is wrong with a checkpoint judging by names and sizes, or None; reads no file.
+    """Compare the names and sizes of files with the manifest. Return a description of a difference, or None.
 
     Raises:
         CheckpointError: it cannot be judged.
@@ -225,17 +224,18 @@ def _check_sizes(at: Stored, manifest: Manifest) -> None:
 
 
 def newest(store: Store, on_corruption: Callable[[Candidate, str], None] | None = None) -> Intact | None:
-    """The highest step that verifies; changes nothing.
+    """Return the checkpoint with the highest step that verifies. Nothing is changed.
 
     Args:
         store: the checkpoints.
-        on_corruption: called with each corrupt checkpoint of a higher step, and what is wrong with it.
+        on_corruption: called with each corrupt checkpoint of a higher step and a description of its corruption.
 
     Returns:
         None if there is no checkpoint at all.
 
     Raises:
-        CheckpointError: there are checkpoints and none is valid, or one of a higher step cannot be judged.
+        CheckpointError: there are checkpoints and none is valid, or one with a higher step than the newest valid one
+            cannot be judged.
     """
     corruptions = []
     for candidate in candidates(store):
@@ -254,10 +254,10 @@ def check_never_saved(store: Store, corruptions: list[str]) -> None:
 
     Args:
         store: the checkpoints.
-        corruptions: what is wrong with each checkpoint that was found.
+        corruptions: description of each corrupt checkpoint that was found.
 
     Raises:
-        CheckpointError: there are checkpoints, or there were and all were set aside or renamed.
+        CheckpointError: a checkpoint is corrupt or renamed, or was set aside earlier.
     """
     renamed = [f"{each.path.name}: {each.reason}" for each in strangers(store) if each.step is not None]
     unusable = [*corruptions, *renamed]
@@ -270,30 +270,30 @@ def check_never_saved(store: Store, corruptions: list[str]) -> None:
 
 
 def warn_of_strangers(store: Store) -> None:
-    """Log what has a checkpoint's name and is none, in one warning."""
+    """Log one warning about all entries that have a checkpoint's name and are not checkpoints."""
     found = ", ".join(f"{each.path.name} ({each.reason})" for each in strangers(store))
     if found:
         _log.warning(f"not used, since no checkpoint was committed under that name in {store.path}: {found}")
 
 
 def set_aside_earlier(store: Store) -> list[str]:
-    """The names of corrupt and misnamed checkpoints that were set aside."""
+    """List the names of corrupt and misnamed checkpoints that were set aside."""
     return sorted(name for name in store.names() if SET_ASIDE.fullmatch(name))
 
 
 def choose(
     store: Store, which: str | int = LAST, on_corruption: Callable[[Candidate, str], None] | None = None
 ) -> Intact:
-    """The checkpoint that `which` means, of which every byte was verified.
+    """Return the checkpoint that `which` selects, after verifying every byte.
 
     Args:
         store: the checkpoints of a run.
         which: a step, `last` or `best`.
-        on_corruption: called with each corrupt checkpoint that is newer than the last valid one.
+        on_corruption: called with each corrupt checkpoint that is newer than the last valid one, and its corruption.
 
     Raises:
         UserError: there is no such checkpoint.
-        CheckpointError: it is corrupt.
+        CheckpointError: the checkpoint is corrupt.
     """
     if which == LAST:
         latest = newest(store, on_corruption)
@@ -321,7 +321,7 @@ def choose(
 
 
 def judged(store: Store, found: Iterable[Candidate]) -> list[Candidate]:
-    """Return `found`, whose manifests have the result of an evaluation that came after the save, if there is one.
+    """Return `found` with metrics filled in from evaluations that ran after the save.
 
     Raises:
         CheckpointError: the results are not readable.
@@ -338,7 +338,7 @@ def judged(store: Store, found: Iterable[Candidate]) -> list[Candidate]:
 
 
 def best(judged: Sequence[Candidate]) -> Candidate | None:
-    """Return the best by the metric and the mode of the newest one that has a metric; None if none has."""
+    """Return the best checkpoint by the newest one's metric and mode, or None if none has a metric."""
     manifests = [one.manifest for one in judged if one.manifest and one.manifest.metric is not None]
     if not manifests:
         return None

@@ -1,7 +1,7 @@
-"""The commit of one checkpoint: temporary directory, fsync, manifest, fence, rename, fsync.
+"""Commit one checkpoint: temporary directory, fsync, manifest, fence, rename, fsync.
 
-Every change goes through a function of `runner.system.files` that does one thing, so that tests can count and break
-each of them. Imports no torch.
+Each change calls a function of `runner.system.files` that does one thing, so that tests can count the changes and make
+each one fail. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from runner.system import files, processes
 
 FILE_MODE = 0o644  # minus the umask; never writable by others, whatever the umask
 WRITEBACK_BYTES = 8 << 20
-"""After how many bytes the disk is told to begin: it works while the next ones are hashed."""
+"""Number of bytes after which writeback is started, so that the disk works while the next bytes are hashed."""
 
 
 def temporary_name(path: Path, fence: Fence, use: str = "") -> Path:
-    """A name beside `path` for a temporary directory of the attempt `fence`: of a save, or of another `use`."""
+    """Return a path next to `path` for a temporary directory of this attempt. `use` separates several."""
     return path.with_name(f"{path.name}.tmp-{fence.number}-{processes.own_pid()}{use}")
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory, which may be gone already."""
+    """Remove a directory, if it exists."""
     with contextlib.suppress(FileNotFoundError):
         files.remove_tree(path)
 
 
 class HashingFile:
-    """A new file, written front to back, whose size and XXH3-128 are known at the end.
+    """A new file, written front to back, that computes its size and XXH3-128.
 
-    Small writes are collected into blocks. After `finish`, `sync` makes the file durable.
+    Small writes are collected into blocks. `finish` returns size and checksum. After that, `sync` makes the file
+    durable.
 
     Raises:
-        OSError: the file exists, or the file system refuses.
+        OSError: the file exists, or the file system returned an error.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,12 +48,12 @@ class HashingFile:
         self._digest = new_hash()
         self._pending = bytearray()
         self._size = 0
-        self._written = self._begun = 0  # bytes that were written, and that the disk was told of
+        self._written = self._begun = 0  # bytes written, and bytes with writeback started
         self.error: OSError | None = None
-        """What the file system refused, if it did: torch.save replaces it by an error of its own."""
+        """Error of the file system, if any: torch.save replaces it by another error."""
 
     def write(self, data: Any) -> int:
-        """Append bytes or any buffer; returns their number."""
+        """Append bytes or any buffer, and return the number of bytes."""
         view = memoryview(data).cast("B")
         self._size += len(view)
         if len(view) < BLOCK_BYTES:
@@ -65,14 +66,14 @@ class HashingFile:
         return len(view)
 
     def tell(self) -> int:
-        """Number of bytes written so far."""
+        """Return the number of bytes written so far."""
         return self._size
 
     def flush(self) -> None:
-        """Does nothing: nobody reads the file before `finish`."""
+        """Do nothing: the file is not read before `finish`."""
 
     def finish(self) -> FileRecord:
-        """Write what is pending; returns the file's entry in the manifest."""
+        """Write the pending bytes, and return the file's entry in the manifest."""
         self._drain()
         self._begin_writeback()
         return FileRecord(self._size, self._digest.hexdigest())
@@ -85,7 +86,7 @@ class HashingFile:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close without fsync, unless closed already."""
+        """Close without fsync, unless already closed."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             files.close_fd(fd)
@@ -96,7 +97,7 @@ class HashingFile:
             self._put(memoryview(pending))
 
     def _put(self, view: memoryview) -> None:
-        """Hash and write in blocks, which are still in the CPU's cache for the write."""
+        """Hash and write block by block, so that each block is still in the CPU's cache when it is written."""
         try:
             for start in range(0, len(view), BLOCK_BYTES):
                 block = view[start : start + BLOCK_BYTES]
@@ -118,11 +119,11 @@ class HashingFile:
 class NewFiles:
     """New files in one directory, written one after another, that become durable together.
 
-    The disk has begun to write all of them before the first fsync, which then waits for all. A context manager, which
-    closes what was not synced.
+    Writeback of all files is started before the first fsync, which then waits for all of them. As a context manager, it
+    closes files that were not synced.
 
     Args:
-        directory: where they are.
+        directory: directory of the files.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -137,7 +138,7 @@ class NewFiles:
             file.abandon()
 
     def write(self, name: str, fill: Callable[[HashingFile], Any]) -> FileRecord:
-        """Create a file with what `fill` writes into it; returns its entry in the manifest.
+        """Create a file with the content that `fill` writes, and return its entry in the manifest.
 
         Raises:
             OSError: the file exists, or the file system refused.
@@ -148,7 +149,7 @@ class NewFiles:
             fill(file)
             return file.finish()
         except RuntimeError:
-            if file.error is not None:  # torch.save turns it into an error about positions in its archive
+            if file.error is not None:  # torch.save raises an error about archive positions instead
                 raise file.error from None
             raise
 
@@ -163,7 +164,7 @@ class NewFiles:
 
 
 def write_file(path: Path, fill: Callable[[HashingFile], Any]) -> FileRecord:
-    """Create a durable file with what `fill` writes into it.
+    """Create a durable file with the content that `fill` writes.
 
     Raises:
         OSError: the file exists, or the file system refused.
@@ -175,12 +176,12 @@ def write_file(path: Path, fill: Callable[[HashingFile], Any]) -> FileRecord:
 
 
 class Transaction:
-    """The temporary directory of one checkpoint: `commit` gives it its final name, `abort` removes it.
+    """The temporary directory of one checkpoint. `commit` renames it to the final name, `abort` removes it.
 
     Args:
-        final: path of the checkpoint once it is committed.
-        fence: this attempt's.
-        prepare: called first; creates the directory of checkpoints.
+        final: path of the committed checkpoint.
+        fence: fence of this attempt.
+        prepare: called first; creates the checkpoint directory.
     """
 
     def __init__(self, final: Path, fence: Fence, prepare: Callable[[], None] = lambda: None) -> None:
@@ -192,8 +193,8 @@ class Transaction:
     def begin(self) -> None:
         """Create the directory, then check the fence once more.
 
-        In this order: a newer attempt takes its fencing number first and sweeps afterwards, so either it sees this
-        directory or this process sees its number.
+        The order matters: a newer attempt takes its fencing number first and sweeps afterwards. So either it sees this
+        directory, or this process sees its number.
         """
         self._prepare()
         self._fence.check()
@@ -213,7 +214,8 @@ class Transaction:
             except FileExistsError:
                 if self._fence.number:
                     raise
-                # The PID alone comes again, in a container for example: most likely a process was killed.
+                # Without a fencing number, the name has only the PID, which repeats in containers for example. Most
+                # likely the directory is from a killed process.
                 number += 1
                 self.path = temporary_name(self.final, self._fence, f"-again{number}")
 
@@ -221,8 +223,8 @@ class Transaction:
         """Write the manifest, and rename the directory if this attempt still holds the lease.
 
         Args:
-            manifest: of all files in the directory.
-            new: those of them that are not durable yet.
+            manifest: encoded manifest of all files in the directory.
+            new: files in the directory that are not durable yet.
         """
         with new or NewFiles(self.path) as unsynced:
             unsynced.write(manifests.NAME, lambda file: file.write(manifest))
@@ -233,6 +235,6 @@ class Transaction:
         files.fsync_dir(self.final.parent)
 
     def abort(self) -> None:
-        """Remove the directory; what cannot be removed is swept after the next save or by the next attempt."""
+        """Remove the directory. If this fails, the sweep at the next save or attempt removes it."""
         with contextlib.suppress(OSError):
             remove_tree(self.path)

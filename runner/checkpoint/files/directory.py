@@ -5,12 +5,12 @@
     step_00000100.corrupt            set aside: damaged; `.corrupt-2` and so on if that name is taken
     step_00000100.misnamed           set aside: it contains another step, and its name was needed
 
-Everything else in the directory belongs to somebody else and is left alone. Imports no torch.
+All other entries of the directory are left alone. Imports no torch.
 
-A process that was superseded changes nothing here, whenever it wakes: whatever is written, deleted or set aside passes
-through a temporary directory whose name carries the fence. It is created, then the fence is checked, then something is
-renamed out of it or into it. A newer holder takes its number first and then renames the temporary directories of
-older fences away, so that the older process either fails the check or finds its directory gone.
+A superseded process changes nothing here, no matter when it wakes up. Each write, deletion and setting aside passes
+through a temporary directory whose name has the fence. The process creates the directory, then checks the fence, and
+then renames something into or out of it. A newer holder first takes its number and then renames the temporary
+directories of older fences. So the older process either fails the check or finds its directory gone.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _log = logging.getLogger(__name__)
 _TEMPORARY = re.compile(
     r"step_\d+(?:\.(?:corrupt|misnamed)(?:-\d+)?)?\.tmp-(?P<fence>\d+)-\d+(?:-taken|-swept\d+|-again\d+)?"
 )
-_TAKEN = "taken"  # a whole checkpoint that may be deleted, in a temporary directory
-NOBODY = Fence()  # where nobody else can work on the checkpoints
+_TAKEN = "taken"  # name of a complete checkpoint in the temporary directory of its deletion
+NOBODY = Fence()  # for checkpoints that no other process can work on
 _COUNT = itertools.count()
 
 
 @dataclass(frozen=True)
 class Folder:
-    """One checkpoint as a directory: a `Stored`."""
+    """One checkpoint as a directory. Implements `Stored`."""
 
     path: Path
 
@@ -72,11 +72,11 @@ class Folder:
 
 
 class Directory:
-    """The checkpoints of a run as directories in one directory: a `Store`.
+    """The checkpoints of a run as directories in one directory. Implements `Store`.
 
     Args:
-        path: the directory, which a save creates.
-        fence: of the attempt that changes something here.
+        path: the directory, created by a save.
+        fence: fence of the attempt that makes changes.
     """
 
     def __init__(self, path: Path, fence: Fence = NOBODY) -> None:
@@ -85,11 +85,11 @@ class Directory:
         self._prepared = False
 
     def look_anew(self) -> None:
-        """Let the next look at the directory show what there is now.
+        """Refresh the directory, so that the next listing is current.
 
-        What another machine has committed since may be missing otherwise: see `files.look_anew`.
+        Otherwise checkpoints that another machine committed may be missing: see `files.look_anew`.
         """
-        with contextlib.suppress(OSError):  # not there yet, or somebody else's
+        with contextlib.suppress(OSError):  # it may not exist yet, or belong to another user
             files.look_anew(self.path)
 
     def names(self) -> list[str]:
@@ -134,7 +134,7 @@ class Directory:
             _log.warning(f"checkpoint {name} is {mark} ({why}) and cannot be set aside ({error.strerror})")
 
     def delete(self, name: str) -> None:
-        """Delete a checkpoint so that part of it is never visible under its name; not if it has a pin by now.
+        """Delete a checkpoint atomically, unless it has a pin. A partial one is never visible under its name.
 
         Raises:
             SupersededError: a newer attempt holds the lease; nothing was changed.
@@ -142,7 +142,7 @@ class Directory:
         """
         path = self.path / name
         container = _take(path, _TAKEN, self._fence)
-        if is_pinned(path):  # looked at again: a pin that is set later finds the checkpoint gone
+        if is_pinned(path):  # checked again: a later pin finds the checkpoint gone
             files.rename(container / _TAKEN, path)
         else:
             files.rename(container / _TAKEN, container / "deleted")  # a name that `sweep` does not put back
@@ -150,16 +150,16 @@ class Directory:
         remove_tree(container)
 
     def sweep(self) -> None:
-        """Remove what killed saves and deletions left behind. Only while this attempt has no save in flight.
+        """Remove leftovers of killed saves and deletions. Call it only while this attempt has no save in flight.
 
-        Listed first and checked afterwards, so that nothing of a newer attempt is among them, however long this process
-        is stopped. Each is renamed first: after that, an older process cannot rename anything out of it or into it. A
-        checkpoint that was being set aside gets the name that it was to have, and one that was pinned before it was
-        deleted gets its own back.
+        The directory is listed before the fence is checked. So nothing of a newer attempt is in the list, even if this
+        process is stopped in between. Each leftover is renamed first: then an older process cannot rename anything into
+        or out of it. A checkpoint that was being set aside gets its intended name. A checkpoint that was pinned before
+        its deletion gets its old name back.
 
         Raises:
             SupersededError: a newer attempt holds the lease.
-            CheckpointError: the directory is not readable, or one of an older attempt cannot be renamed.
+            CheckpointError: the directory is not readable, or a leftover of an older attempt cannot be renamed.
         """
         found = leftovers(self.path)
         self._fence.check()
@@ -173,12 +173,13 @@ class Directory:
                 for name in files.list_dir(mine):
                     if SET_ASIDE.fullmatch(name) and not files.is_taken(self.path / name):
                         files.rename(mine / name, self.path / name)
-                    # Killed before it saw the pin. (One that was set aside as corrupt is no checkpoint of that step.)
+                    # The deletion was killed before it saw the pin. (A checkpoint set aside as corrupt does not count
+                    # as this step.)
                     if name == _TAKEN and whole == step.name and is_pinned(step) and not files.is_taken(step):
                         files.rename(mine / name, step)
-                files.fsync_dir(self.path)  # or a power loss might bring a name back after its content is gone
+                files.fsync_dir(self.path)  # otherwise a power loss might restore a name without its content
                 remove_tree(mine)
-            except FileNotFoundError:  # removed meanwhile
+            except FileNotFoundError:  # removed by another process
                 continue
             except OSError as error:
                 _log.warning(f"{left}, left behind by a killed save, cannot be removed ({error}); remove it by hand")
@@ -190,13 +191,13 @@ class Directory:
         return loose_modes(self.path)
 
     def prepare(self) -> None:
-        """Create the directory, so that it survives a power loss, whoever created it."""
+        """Create the directory durably, even if another process created it."""
         if self._prepared and files.is_dir(self.path):
             return
-        self._fence.check()  # where the run was moved or removed meanwhile, nothing of it is made anew
+        self._fence.check()  # a run that was moved or removed must not be recreated
         parent = self.path.parent
-        if self._fence.number:  # of a run, which is not begun anew where it was moved from
-            with contextlib.suppress(OSError):  # it may be new, made by a process that was killed before it synced it
+        if self._fence.number:  # a run's directory exists; it must not be recreated if it was moved
+            with contextlib.suppress(OSError):  # a killed process may have created it without fsync
                 files.fsync_dir(parent.parent)
         else:
             files.make_dirs(parent)
@@ -207,18 +208,20 @@ class Directory:
 
 
 def store_of(run: RunDir, fence: Fence = NOBODY) -> Store:
-    """The store of a run's checkpoints; who adds another than a directory chooses it here, and in `make_manager`."""
+    """Return the store of a run's checkpoints. To add another kind of store, change this and `make_manager`."""
     return Directory(run.checkpoints, fence)
 
 
 def leftovers(directory: Path) -> list[Path]:
-    """Temporary directories: of a save or a deletion that is in progress, or that was killed."""
+    """List temporary directories of saves and deletions that are in progress or were killed."""
     named = (directory / name for name in Directory(directory).names() if _TEMPORARY.fullmatch(name))
-    return sorted(path for path in named if files.is_dir(path) and not files.is_link(path))  # nothing else is made here
+    return sorted(
+        path for path in named if files.is_dir(path) and not files.is_link(path)
+    )  # the runner creates only directories
 
 
 def _take(path: Path, name: str, fence: Fence) -> Path:
-    """Move a checkpoint, as `name`, into a temporary directory of this attempt, which is returned."""
+    """Move a checkpoint, as `name`, into a new temporary directory of this attempt. Return that directory."""
     container = temporary_name(path, fence, "-taken")
     fence.check()
     files.make_dir(container, files.OWNED)
@@ -227,7 +230,7 @@ def _take(path: Path, name: str, fence: Fence) -> Path:
         files.rename(path, container / name)
     except BaseException:
         with contextlib.suppress(OSError):
-            files.remove_dir(container)  # an error may have been reported for a rename that took place
+            files.remove_dir(container)  # not if the rename took place despite the error
         raise
     return container
 
@@ -247,7 +250,7 @@ def _claim(path: Path, mine: Path, fence: Fence) -> None:
 
 
 def loose_modes(path: Path) -> str | None:
-    """A warning if others than the owner may write to `path`, or None."""
+    """Return a warning if users other than the owner may write to `path`, or None."""
     try:
         mode = files.stat(path).st_mode
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: which files belong to it, with size and checksum.
+"""The manifest of a checkpoint: its files, with size and checksum.
 
-It is written last, so that a directory without one is not a checkpoint. It is canonical JSON and contains a checksum
-of itself, so that any changed byte is detected. Imports no torch.
+It is written last, so a directory without one is not a checkpoint. It is canonical JSON with a checksum of itself, so
+any changed byte is detected. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 NAME = "manifest.json"
 TRAIN_STATE = "train_state.pt"
 VERSION = 2
-"""Format version of checkpoints; this code reads no other."""
+"""Format version of checkpoints. This code reads only this version."""
 
 BEST_METRIC = "eval_loss"
 BEST_MODES = ("min", "max")
@@ -35,22 +35,22 @@ _MOST_BYTES = 64 << 20  # of a manifest, which is read whole
 
 
 class CorruptionError(Exception):
-    """A checkpoint is not what was committed; the message names the difference."""
+    """A checkpoint differs from what was committed. The message names the difference."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is known about a checkpoint without reading its files.
+    """The facts about a checkpoint that are known without reading its files.
 
     Attributes:
         step: completed optimizer steps.
-        files: size and checksum of every file but the manifest, by name.
+        files: size and checksum of every file except the manifest, by name.
         version: format version.
         fence: fencing number of the attempt that wrote it.
-        fingerprint: what a run must agree in to load it (JSON values).
-        metric: what "best" is judged by.
-        metric_name: what that is, a key of an evaluation's record.
-        metric_mode: one of `BEST_MODES`: whether the lowest or the highest is the best.
+        fingerprint: JSON values that must be equal for a run to load it.
+        metric: value of the metric that decides the best checkpoint.
+        metric_name: name of the metric, a key of an evaluation's record.
+        metric_mode: one of `BEST_MODES`: whether the lowest or the highest value is the best.
         world_size: number of ranks that saved it.
         created: seconds since 1970, for display only.
     """
@@ -68,25 +68,25 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Total size of the files, in bytes."""
+        """Return the total size of the files in bytes."""
         return sum(record.size for record in self.files.values())
 
     def encode(self) -> bytes:
-        """The content of manifest.json."""
+        """Return the content of manifest.json."""
         body = asdict(self)
         return canonical({**body, "sha256": hashlib.sha256(canonical(body)).hexdigest()})
 
 
 def canonical(value: dict[str, Any]) -> bytes:
-    """The bytes of a manifest, and of what its checksum is of."""
+    """Encode a mapping as canonical JSON: the form of a manifest, and of the part that its checksum covers."""
     return json.dumps(value, indent=1, sort_keys=True).encode() + b"\n"
 
 
 def check_version(version: Any, where: str) -> None:
-    """Refuse a format version other than VERSION.
+    """Raise CheckpointError if a format version is not VERSION.
 
     Raises:
-        CheckpointError: naming both versions and the remedy.
+        CheckpointError: the version differs. The message names both versions and the remedy.
     """
     if version != VERSION:
         raise CheckpointError(
@@ -96,10 +96,10 @@ def check_version(version: Any, where: str) -> None:
 
 
 def decode(raw: bytes) -> Manifest:
-    """The manifest in `raw`.
+    """Decode and check the content of manifest.json.
 
     Raises:
-        CorruptionError: `raw` is not as it was written.
+        CorruptionError: `raw` differs from what was written.
         CheckpointError: `raw` is intact, but of an unknown format version.
     """
     try:
@@ -148,10 +148,10 @@ def _whole(what: str, value: Any) -> int:
 
 
 def read(at: Stored) -> Manifest:
-    """The manifest of a checkpoint; see `decode`. What looks damaged is read twice.
+    """Read the manifest of a checkpoint; see `decode`. If it looks damaged, read it a second time.
 
     Raises:
-        CorruptionError: it is missing or not as it was written.
+        CorruptionError: it is missing or differs from what was written.
         CheckpointError: it is not readable, or of an unknown format version.
     """
     return twice(partial(_read, at))
@@ -169,7 +169,7 @@ def _read(at: Stored) -> Manifest:
 
 
 def is_ours(at: Stored) -> bool:
-    """Whether what is without an intact manifest was a checkpoint of this runner, and so is a damaged one.
+    """Check whether an entry without an intact manifest is a damaged checkpoint of this runner.
 
     Raises:
         CheckpointError: it is not readable.
@@ -185,7 +185,7 @@ def is_ours(at: Stored) -> bool:
 
 
 def verify(at: Stored, manifest: Manifest) -> None:
-    """Read the files and compare their sizes and checksums with the manifest. What differs is read twice.
+    """Read the files and compare their sizes and checksums with the manifest. Read a differing file a second time.
 
     Args:
         at: the checkpoint.
@@ -200,10 +200,10 @@ def verify(at: Stored, manifest: Manifest) -> None:
 
 
 def twice(check: Callable[[], T]) -> T:
-    """What `check` returns, called again if it found corruption.
+    """Return the result of `check`, which is called again if it finds corruption.
 
     Raises:
-        CorruptionError: both times.
+        CorruptionError: `check` found corruption both times.
     """
     try:
         return check()
@@ -232,7 +232,7 @@ def compare(name: str, found: FileRecord, expected: FileRecord) -> None:
 
 
 def read_verified(at: Stored, name: str, manifest: Manifest) -> bytes:
-    """The content of a file of a checkpoint: what is returned is what was compared. What differs is read twice.
+    """Return the verified content of a file of a checkpoint. If it differs, read it a second time.
 
     Raises:
         CorruptionError: it is missing, of another size, or changed.
@@ -240,7 +240,7 @@ def read_verified(at: Stored, name: str, manifest: Manifest) -> bytes:
     """
     if name not in manifest.files:
         raise CheckpointError(f"{at.path / name} is refused: it is not in the manifest")
-    most = manifest.files[name].size  # a train state may be large: what the tasks and callbacks keep is in it
+    most = manifest.files[name].size  # no lower limit: tasks and callbacks may keep much in a train state
 
     def read() -> bytes:
         try:
@@ -257,10 +257,12 @@ def read_verified(at: Stored, name: str, manifest: Manifest) -> bytes:
 
 @contextmanager
 def refusing_corruption(path: Path) -> Iterator[None]:
-    """Corruption in the block ends the command: the checkpoint was verified when it was chosen.
+    """Turn corruption found in the block into an error that ends the command.
+
+    The checkpoint was already verified when it was chosen.
 
     Raises:
-        CheckpointError: instead of a CorruptionError.
+        CheckpointError: replaces a CorruptionError.
     """
     try:
         yield
@@ -269,7 +271,7 @@ def refusing_corruption(path: Path) -> Iterator[None]:
 
 
 def _content(at: Stored, name: str, most: int) -> bytes:
-    """A file of at most this many bytes."""
+    """Read a file of at most `most` bytes."""
 
     def read() -> bytes:
         file, size = at.open(name)
@@ -287,12 +289,12 @@ def _missing(name: str, error: OSError) -> CorruptionError:
 
 
 def record_of(at: Stored, name: str, expected_size: int | None = None) -> FileRecord:
-    """Size and XXH3-128 of a file, read in one pass.
+    """Return the size and XXH3-128 of a file, read in one pass.
 
     Args:
         at: the checkpoint.
-        name: of the file.
-        expected_size: a file of any other size is not read, and has no checksum then; None: read any.
+        name: name of the file.
+        expected_size: do not read a file of another size, and leave its checksum empty; None: read any size.
 
     Raises:
         OSError: it is missing, not readable, or not a regular file.

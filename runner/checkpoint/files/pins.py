@@ -1,9 +1,9 @@
-"""Pins: checkpoints that are not deleted, whatever retention says.
+"""Pins: marks on checkpoints that retention must not delete.
 
     step_00000100.pinned       an empty file
 
-Anybody who may write to the directory may set one, also while the run trains: it changes nothing of the run. Imports no
-torch.
+Anyone with write access to the directory may pin a checkpoint, even while the run trains. A pin does not affect the
+run's results. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from runner.system import clock, files
 
 _PIN = re.compile(r"(step_(\d{8,}))\.pinned")
-# A checkpoint that is being deleted is back by then, if its pin was seen in time.
+# Within this time, a deletion that found the pin has put the checkpoint back.
 LOOKS, PAUSE_S = 20, 0.05
 
 
@@ -28,7 +28,7 @@ def pinned(directory: Path) -> set[int]:
 
 
 def is_pinned(checkpoint: Path) -> bool:
-    """Tell whether the checkpoint at this path, which need not be there any more, has a pin.
+    """Check whether the checkpoint at this path, which may no longer exist, has a pin.
 
     Raises:
         OSError: the directory cannot be read.
@@ -37,7 +37,7 @@ def is_pinned(checkpoint: Path) -> bool:
 
 
 def _pins(directory: Path) -> list[re.Match[str]]:
-    # Listed: a machine may remember for seconds that a name on a network file system was missing.
+    # The directory is listed because a machine may cache for seconds that a name on a network file system is missing.
     try:
         return [pin for name in files.list_dir(directory) if (pin := _PIN.fullmatch(name))]
     except FileNotFoundError:
@@ -45,9 +45,9 @@ def _pins(directory: Path) -> list[re.Match[str]]:
 
 
 def pin(checkpoint: Path) -> bool:
-    """Pin a checkpoint; False, and no pin, if it was deleted meanwhile.
+    """Pin a checkpoint. Return False, without a pin, if it was deleted at the same time.
 
-    Whoever deletes one moves it aside first, looks for a pin, and puts it back if there is one.
+    A deletion first moves the checkpoint aside, then looks for a pin, and puts the checkpoint back if there is one.
 
     Raises:
         OSError: the file system refused.
@@ -56,7 +56,7 @@ def pin(checkpoint: Path) -> bool:
     try:
         files.create(own, b"")
     except FileExistsError:
-        files.fsync_dir(own.parent)  # who set it may have been killed before it was durable
+        files.fsync_dir(own.parent)  # the process that set it may have been killed before it was durable
     for _ in range(LOOKS):
         if files.is_dir(checkpoint):
             return True
@@ -66,7 +66,7 @@ def pin(checkpoint: Path) -> bool:
 
 
 def unpin(checkpoint: Path) -> None:
-    """Remove the pin of a checkpoint; it may be gone already."""
+    """Remove the pin of a checkpoint, if there is one."""
     files.remove(_pin(checkpoint))
 
 

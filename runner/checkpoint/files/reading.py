@@ -1,4 +1,4 @@
-"""Reading on a file system that fails now and then: read again, and never judge a checkpoint by an error of the disk.
+"""Read from a file system with occasional errors: retry, and never treat a disk error as corruption.
 
 Imports no torch.
 """
@@ -18,22 +18,22 @@ from runner.system import clock
 T = TypeVar("T")
 
 PAUSES_S = (0.05, 0.2, 0.75)
-"""Pauses between tries: an interrupted call or a restarted server is over by then, a broken disk is not."""
+"""Pauses in seconds between tries, long enough for an interrupted call or a restarted server to recover."""
 
 VERDICTS = frozenset((errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EFBIG))
-"""Errors that say what a file is: missing, not a regular file, too large. Any other says nothing about its content."""
+"""Errors about the file: missing, not a regular file, too large. Other errors tell nothing about its content."""
 
 
 def patiently(path: Path, action: Callable[[], T]) -> T:
-    """What `action` returns; after an error of the file system that may pass, it is called again.
+    """Return the result of `action`. Call it again after a file system error that may pass.
 
     Args:
-        path: what is read, for the message.
-        action: opens and reads it; after an error it is opened anew.
+        path: path that is read, for the message.
+        action: opens and reads the file. Each call must open it again.
 
     Raises:
-        UnreadableError: the error persists; names the file and the error.
-        OSError: one of VERDICTS.
+        UnreadableError: the error persists. The message names the file and the error.
+        OSError: its errno is in VERDICTS.
     """
     for pause in PAUSES_S:
         try:
@@ -51,16 +51,16 @@ def patiently(path: Path, action: Callable[[], T]) -> T:
 
 
 def newest_step(run: RunDir) -> int:
-    """The step of the newest committed checkpoint of a run (`RunDir.newest_step`); 0 if there is none.
+    """Return the step of a run's newest committed checkpoint (`RunDir.newest_step`), or 0 if there is none.
 
     Raises:
-        CheckpointError: the disk refuses to tell, again and again.
+        CheckpointError: the directory is still not readable after retries.
     """
     return patiently(run.checkpoints, run.newest_step)
 
 
 def unreadable(path: Path, error: OSError) -> UnreadableError:
-    """The error to stop with when a file cannot be read, which says nothing about what is in it."""
+    """Build the error for a file that cannot be read. It makes no statement about the content."""
     code = errno.errorcode.get(error.errno or 0, "no errno")
     return UnreadableError(
         f"{path} cannot be read ({error.strerror or error}, {code}; tried {len(PAUSES_S) + 1} times): it is left as it "
@@ -70,10 +70,10 @@ def unreadable(path: Path, error: OSError) -> UnreadableError:
 
 @contextlib.contextmanager
 def in_one_line(where: Path) -> Iterator[None]:
-    """An error of the file system in the block becomes a message of one line.
+    """Convert a file system error in the block into a one-line message.
 
     Raises:
-        CheckpointError: instead of the OSError.
+        CheckpointError: replaces an OSError.
     """
     try:
         yield

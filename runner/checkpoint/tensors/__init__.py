@@ -1,1 +1,1 @@
-"""What is in a checkpoint: the train state, and tensors in files."""
+"""The content of a checkpoint: the train state, and tensors in files."""

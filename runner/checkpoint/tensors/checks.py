@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits this run, checked before anything of the run is changed."""
+"""Check that a checkpoint fits this run, before anything of the run is changed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _REMEDY = "or start a new run in another directory (run.name or run.dir)"
 
 
 def check_fingerprint(saved: Mapping[str, Any], present: Mapping[str, Any], where: str) -> None:
-    """Compare the parts that both fingerprints name.
+    """Compare the parts that both fingerprints have.
 
     Raises:
-        MismatchError: naming the values that differ.
+        MismatchError: values differ. The message names them.
     """
     differences: list[str] = []
     for key in present:
@@ -38,7 +38,7 @@ def check_fingerprint(saved: Mapping[str, Any], present: Mapping[str, Any], wher
 
 
 def _as_json(value: Any) -> Any:
-    """`value` as it would be after a round trip through JSON."""
+    """Return `value` as it would be after a round trip through JSON."""
     if isinstance(value, Mapping):
         return {str(key): _as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -80,14 +80,14 @@ def check_fit(
     averaged: Averaged | None,
     where: str,
 ) -> None:
-    """Compare a checkpoint with the model, the optimizer and the averaged weights that are to be loaded from it.
+    """Compare a checkpoint with the model, the optimizer and the averaged weights to be loaded from it.
 
     Raises:
-        MismatchError: naming what differs.
+        MismatchError: they differ. The message names the differences.
     """
     collected = collect(model, optimizer, averaged)
     check_model(reader, collected.nested["model"], where)
-    if averaged is not None or optimizer is not None:  # without either, only weights are wanted
+    if averaged is not None or optimizer is not None:  # without either, only the weights are loaded
         check_average(reader, collected.nested.get("ema"), where)
     if collected.optimizer is not None:
         check_optimizer(state.optimizer, collected.optimizer, where)
@@ -97,7 +97,7 @@ def check_model(reader: CheckpointReader, tensors: Tensors, where: str, prefix: 
     """Compare the names, shapes and dtypes of the saved tensors with the model's.
 
     Raises:
-        MismatchError: naming what differs.
+        MismatchError: they differ. The message names the differences.
     """
     saved = reader.names(prefix)
     differences = [f"it lacks {name!r}" for name in tensors if name not in saved]
@@ -116,10 +116,10 @@ def check_model(reader: CheckpointReader, tensors: Tensors, where: str, prefix: 
 
 
 def check_average(reader: CheckpointReader, tensors: Tensors | None, where: str) -> None:
-    """Compare the saved averaged weights with those of this run, whose `tensors` are None if it has none.
+    """Compare the saved averaged weights with this run's `tensors`, which are None if it has none.
 
     Raises:
-        MismatchError: only one of the two has them, or they differ.
+        MismatchError: only the checkpoint or only the run has averaged weights, or they differ.
     """
     saved = AVERAGE_COUNT in reader.entries
     if saved and tensors is None:
@@ -138,7 +138,7 @@ def check_optimizer(saved: OptimizerState | None, present: OptimizerState, where
     """Compare the saved optimizer's class, groups and parameters with this one's.
 
     Raises:
-        MismatchError: naming what differs.
+        MismatchError: they differ. The message names the differences.
     """
     if difference := optimizer_difference(saved, present):
         raise MismatchError(
@@ -147,7 +147,7 @@ def check_optimizer(saved: OptimizerState | None, present: OptimizerState, where
 
 
 def optimizer_difference(saved: OptimizerState | None, present: OptimizerState) -> str | None:
-    """What differs in class, groups or parameters between a saved optimizer and this one, or None."""
+    """Describe a difference in class, groups or parameters between the saved and this optimizer, or return None."""
     difference = None
     if saved is None:
         difference = f"it was saved without an optimizer, and this run has {present.class_name}"

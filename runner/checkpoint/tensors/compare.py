@@ -1,6 +1,6 @@
-"""Compares values, tensors and checkpoints bit for bit, and names what differs.
+"""Compare values, tensors and checkpoints bit for bit, and name the differences.
 
-Tensors are compared by their bytes: a zero that changed its sign counts, and a NaN equals itself.
+Tensors are compared by their bytes: zeros of different sign differ, and a NaN equals itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_SHOWN = 80  # characters of a value in a message
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """A value that differs: its name, and the value on either side, as text."""
+    """A value that differs: its name, and the value on each side as text."""
 
     name: str
     one: str
@@ -34,7 +34,7 @@ class ValueDifference:
 
 @dataclass
 class CheckpointComparison:
-    """How many tensors and numbers in them were equal, and what differs."""
+    """Counts of equal tensors and of the numbers in them, and the differences."""
 
     tensors: int = 0
     values: int = 0
@@ -47,8 +47,9 @@ def compare_checkpoints(
     """Compare every tensor and the train states of two checkpoints.
 
     Args:
-        one, two: checkpoints that have been verified.
-        manifests: their manifests.
+        one: a verified checkpoint.
+        two: another verified checkpoint.
+        manifests: manifests of `one` and `two`.
         ignore: top-level entries of the train states that may differ.
     """
     from runner.checkpoint.tensors.reader import CheckpointReader, load_train_state
@@ -84,7 +85,7 @@ def compare_checkpoints(
 
 
 def nested_differences(one: Any, two: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
-    """Where two nested values differ: the name of the entry, and both entries (tensors as text)."""
+    """Yield the differences of two nested values: the name of the entry, and both entries (tensors as text)."""
     if isinstance(one, dict) and isinstance(two, dict):
         for key in dict.fromkeys([*one, *two]):
             yield from nested_differences(one.get(key, MISSING), two.get(key, MISSING), f"{name}.{key}")
@@ -99,14 +100,15 @@ def nested_differences(one: Any, two: Any, name: str) -> Iterator[tuple[str, Any
 
 
 def unlike(value: Any, example: Any, name: str) -> str | None:
-    """Describe the first entry of a value that is of another kind than that of an example; None if there is none.
+    """Describe the first entry of a value whose type differs from the example's, or return None.
 
     Args:
-        value: of anybody.
-        example: an integer stands for integers of 0 or more, a float for all numbers, a list for lists whose items are
-            like its own or like its last one, a tuple for as many items, a mapping for what its keys have in the value
-            (`{EVERY: ...}`: all keys), None and other types for anything.
-        name: of the value.
+        value: an untrusted value.
+        example: an integer stands for integers of 0 or more, and a float for any number. A list stands for lists whose
+            items match its items, and beyond its length the last one. A tuple stands for a fixed number of items. A
+            mapping checks each key of the value that it has (`{EVERY: ...}`: all keys). None and other types stand for
+            anything.
+        name: name of the value, for the description.
     """
     inner: Iterable[tuple[str, Any, Any]] = ()
     fits, expected = True, ""
@@ -131,7 +133,7 @@ def unlike(value: Any, example: Any, name: str) -> str | None:
 
 
 def tensor_difference(one: torch.Tensor, two: torch.Tensor) -> tuple[str, str] | None:
-    """The first value in which two tensors differ, as text for each side; None if their bytes are the same."""
+    """Return the first differing value of two tensors as text for each side, or None if their bytes are equal."""
     import torch
 
     if one.shape != two.shape or one.dtype != two.dtype:
@@ -151,7 +153,7 @@ def tensor_difference(one: torch.Tensor, two: torch.Tensor) -> tuple[str, str] |
 
 
 def shown(value: Any) -> str:
-    """A value as text of at most `MAX_SHOWN` characters."""
+    """Format a value as text of at most `MAX_SHOWN` characters."""
     if _is_tensor(value):
         return _kind(value)
     text = value if isinstance(value, str) else json.dumps(value, default=_kind_or_text, skipkeys=True)
@@ -175,5 +177,5 @@ def _is_nan(value: Any) -> bool:
 
 
 def _number(number: Any) -> str:
-    """A number so that different bits look different."""
+    """Format a number so that different bits give different text."""
     return f"{number!r} = {number.hex()}" if isinstance(number, float) else repr(number)

@@ -1,9 +1,10 @@
-"""Copies of tensors in host memory, so that training may continue while they are written.
+"""Copy tensors to host memory, so that training may continue while they are written.
 
-What only an update changes, that is an optimizer's parameters and state, is copied in the background, during the next
-forward and backward passes. Buffers and weights that no optimizer has (a target network's), which the code of a model
-or a task may write at any time, are copied at once. So are parameters that the forward pass of this model changes (an
-embedding with `max_norm`): which these are is found out in the step after the first copy, all of which is made at once.
+Parameters and state of an optimizer change only in an update, so they are copied in the background, during the next
+forward and backward passes. Code of a model or task may write at any time to buffers and to weights without an
+optimizer (a target network's), so these are copied at once. The same holds for parameters that a forward pass changes
+(an embedding with `max_norm`). The step after the first copy, which is made all at once, shows which parameters these
+are.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from runner.checkpoint.tensors.staging import Tensors, shard
 from runner.errors import CheckpointError
 
 COMPARED = 1 << 23
-"""How many elements are compared at once."""
+"""Number of elements compared at once."""
 
 
 class Copy:
-    """Copies of tensors, some of which are still to be made by `complete`, in any thread.
+    """Copies of tensors. `complete` makes those that are still missing, in any thread.
 
     Attributes:
-        tensors: the copies, by flat name.
-        sources: what they are copies of.
-        unstable: names of those that were found to change while they were copied.
+        tensors: copies, by flat name.
+        sources: original tensors, by flat name.
+        unstable: names of tensors that changed while they were copied.
     """
 
     def __init__(self, tensors: Tensors, sources: Tensors, copy_later: Collection[str]) -> None:
@@ -41,16 +42,16 @@ class Copy:
         self._ready = _events(sources[name] for name in self._copied_later)
 
     def complete(self) -> None:
-        """Make the rest of the copies.
+        """Make the missing copies.
 
         Raises:
-            CheckpointError: a tensor was changed meanwhile.
+            CheckpointError: a tensor changed before its copy was complete.
         """
         with ExitStack() as entered:
-            if self._ready:  # a thread begins on the first GPU, whichever one the process trains on
+            if self._ready:  # a new thread uses the first GPU, even if the process trains on another
                 torch.cuda.set_device(next(iter(self._ready)))
-            make: Any = torch.cuda.Stream  # which is not typed
-            streams = [make(device) for device in self._ready]  # beside those that train
+            make: Any = torch.cuda.Stream  # has no type annotations
+            streams = [make(device) for device in self._ready]  # separate from the streams that train
             for stream, event in zip(streams, self._ready.values(), strict=True):
                 stream.wait_event(event)
                 entered.enter_context(torch.cuda.stream(stream))
@@ -67,13 +68,15 @@ class Copy:
         for name in self._copied_later:
             target, source = self.tensors[name], self.sources[name].detach()
             if source.is_cpu and source.is_contiguous() and not source.is_conj() and not source.is_neg():
-                np.copyto(flat_bytes(target).numpy(), flat_bytes(source).numpy())  # with torch's threads it trains
+                np.copyto(
+                    flat_bytes(target).numpy(), flat_bytes(source).numpy()
+                )  # numpy, because training needs torch's threads
             else:
                 target.copy_(source, non_blocking=source.is_cuda)
 
     @torch.no_grad()
     def changed(self, names: Collection[str]) -> set[str]:
-        """Those of the sources `names` that are not what they were when the copy was begun."""
+        """Return which of the sources `names` have changed since the copy began."""
         return {
             name
             for name in names
@@ -83,10 +86,10 @@ class Copy:
 
 
 class HostBuffers:
-    """Host memory for copies, which is allocated once and reused by every save.
+    """Host memory for copies, allocated once and reused by every save.
 
-    A copy into fresh memory spends most of its time on page faults; page-locked memory allows asynchronous copies from
-    a GPU.
+    A copy into new memory spends most of its time on page faults. Page-locked memory allows asynchronous copies from a
+    GPU.
     """
 
     def __init__(self) -> None:
@@ -100,8 +103,8 @@ class HostBuffers:
 
         Args:
             tensors: by flat name.
-            copy_later: names of those that stay as they are until `observe` is called, unless a forward pass changes
-                them. Each is copied at once the first time, too.
+            copy_later: names of tensors that stay unchanged until `observe` is called, unless a forward pass changes
+                them. The first copy of each is made at once, too.
         """
         sources = {name: shard(tensor) for name, tensor in tensors.items()}
         self._buffers = {name: self._buffer(name, source) for name, source in sources.items()}
@@ -117,13 +120,13 @@ class HostBuffers:
         return Copy(self._buffers, sources, later)
 
     def observe(self, copy: Copy) -> None:
-        """After the forward and backward passes that follow a copy: find out which tensors they change, once."""
+        """Find out once which tensors the passes change. Call it after the forward and backward passes after a copy."""
         new = copy.sources.keys() - self._observed
         self._steady |= new - copy.changed(new)
         self._observed |= new
 
     def never_copy_later(self, names: Collection[str]) -> None:
-        """Copy these at once from now on."""
+        """Copy these tensors at once from now on."""
         self._steady.difference_update(names)
 
     def _buffer(self, name: str, source: torch.Tensor) -> torch.Tensor:
@@ -135,27 +138,29 @@ class HostBuffers:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often it was changed in place; writes through `.data` do not count."""
+    """Return how often a tensor was changed in place. Writes through `.data` do not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _events(tensors: Iterable[torch.Tensor]) -> dict[torch.device, Any]:
-    """Mark this moment in the work of each GPU that has some of the tensors."""
+    """Record an event on the current stream of each GPU that has some of the tensors."""
     return {device: torch.cuda.current_stream(device).record_event() for device in _gpus(tensors)}
 
 
 def _gpus(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
-    """Where the tensors are that are on GPUs: on one, unless a model is divided among several."""
+    """List the GPUs that hold some of the tensors: one GPU, unless a model is divided among several."""
     return list(dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda))
 
 
 def _same_bytes(source: torch.Tensor, copy: torch.Tensor) -> bool:
     plain = source.resolve_conj().resolve_neg().contiguous()
     one, two = flat_bytes(plain), flat_bytes(copy)
-    words = len(one) // 8 * 8 if one.storage_offset() % 8 == 0 else 0  # eight at a time is several times as fast
+    words = (
+        len(one) // 8 * 8 if one.storage_offset() % 8 == 0 else 0
+    )  # comparing eight bytes at a time is several times as fast
     parts = [(one[:words].view(torch.int64), two[:words].view(torch.int64)), (one[words:], two[words:])]
     return all(
-        torch.equal(a, b.to(a.device))  # block by block: a GPU that trains may have little memory left
+        torch.equal(a, b.to(a.device))  # block by block, because a GPU may have little free memory
         for part in parts
         for a, b in zip(*(torch.split(each, COMPARED) for each in part), strict=True)
     )

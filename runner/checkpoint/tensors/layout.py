@@ -1,11 +1,12 @@
-"""The files that tensors are stored in, and their index.
+"""The format of tensor files and of their index.
 
-Each rank writes one file in the format of safetensors: a JSON header, then the bytes of one chunk of each tensor, one
-after another. The header also has the offset of each chunk in the whole tensor, in the form in which torch's
-HuggingFaceStorageReader looks for it, so that others can read the files, on any number of ranks.
+Each rank writes one file in the format of safetensors: a JSON header, then the bytes of one chunk of each tensor. The
+header also has the offset of each chunk in the whole tensor, in the form that torch's HuggingFaceStorageReader expects.
+So other programs can read the files, on any number of ranks.
 
-The index, `tensors.json`, lists which chunk of which tensor is where. Only numbers and names are read from either, so
-nothing can be executed. All but the values depends on the plan of a save alone, which is the same from save to save.
+The index, `tensors.json`, lists the file and offset of each chunk of each tensor. Only numbers and names are read from
+header and index, so no code can be executed. Everything but the values depends only on the plan of a save, which is the
+same from save to save.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from runner.errors import CheckpointError
 
 INDEX = "tensors.json"
 
-# Names of safetensors. What it lacks (complex128) is stored as the bytes that it is; the index has the real dtype.
+# Names in safetensors. A dtype that it lacks (complex128) is stored as raw bytes; the index has the real dtype.
 _NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -51,10 +52,10 @@ class Part:
 
     Attributes:
         name: flat name of the tensor.
-        dtype: of the tensor.
-        shape: of the whole tensor.
-        offsets: where the chunk begins in the whole tensor, by dimension.
-        sizes: its shape.
+        dtype: dtype of the tensor.
+        shape: shape of the whole tensor.
+        offsets: start of the chunk in the whole tensor, by dimension.
+        sizes: shape of the chunk.
     """
 
     name: str
@@ -65,7 +66,6 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
         return math.prod(self.sizes) * self.dtype.itemsize
 
 
@@ -74,8 +74,8 @@ class Chunk:
     """A stored part of a tensor.
 
     Attributes:
-        offsets: where it begins in the whole tensor, by dimension.
-        sizes: its shape.
+        offsets: start of the chunk in the whole tensor, by dimension.
+        sizes: shape of the chunk.
         file: the file that contains it.
         start: offset in the file, in bytes.
     """
@@ -96,17 +96,17 @@ class Entry:
 
 
 def file_name(rank: int) -> str:
-    """`rank_00000.safetensors`."""
+    """Return the file name of a rank, such as `rank_00000.safetensors`."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def arranged(parts: Iterable[Part]) -> list[Part]:
-    """The order in a file: that of safetensors, by which each chunk is aligned to its elements."""
+    """Sort the parts in the order of a file. It is the order of safetensors, which aligns chunks to their elements."""
     return sorted(parts, key=lambda part: -part.dtype.itemsize)
 
 
 def header(parts: Sequence[Part]) -> bytes:
-    """What a file of `parts`, which are arranged, begins with: the length of the JSON (8 bytes), and the JSON."""
+    """Return the first bytes of a file of arranged `parts`: the length of the JSON (8 bytes), and the JSON."""
     described: dict[str, Any] = {
         "__metadata__": {
             "format": "pt",
@@ -126,7 +126,7 @@ def header(parts: Sequence[Part]) -> bytes:
 
 
 def index(parts_by_rank: Sequence[Sequence[Part]]) -> bytes:
-    """The content of the index, from the arranged parts of every rank."""
+    """Return the content of the index, from the arranged parts of every rank."""
     names: list[str] = []
     tensors: dict[str, tuple[str, tuple[int, ...], list[Any]]] = {}
     for rank, parts in enumerate(parts_by_rank):
@@ -142,10 +142,10 @@ def index(parts_by_rank: Sequence[Sequence[Part]]) -> bytes:
 
 
 def entries(raw: bytes, manifest: Manifest) -> dict[str, Entry]:
-    """The inverse of `index`. Every chunk is checked to be inside of its tensor and of a file of the checkpoint.
+    """Parse the index, the inverse of `index`. Check that each chunk is inside its tensor and its file.
 
     Raises:
-        CheckpointError: one is not, or there is something else than names and numbers.
+        CheckpointError: a chunk is outside, or the index has anything other than names and numbers.
     """
     try:
         body = json.loads(raw)
@@ -160,14 +160,14 @@ def entries(raw: bytes, manifest: Manifest) -> dict[str, Entry]:
 def _entry(name: str, described: Any, names: list[str], manifest: Manifest) -> Entry:
     kind, shape, chunks = described
     dtype = getattr(torch, kind, None)
-    if not isinstance(dtype, torch.dtype) or kind.startswith("q"):  # quantized, which has more than values
+    if not isinstance(dtype, torch.dtype) or kind.startswith("q"):  # a quantized tensor has more than values
         raise CheckpointError(f"{name!r} has no dtype, but {kind!r:.80}")
     size = _sizes(name, shape)
     made = tuple(_chunk(name, size, dtype, chunk, names, manifest) for chunk in chunks)
     values = sum(math.prod(chunk.sizes) for chunk in made)
     if values < math.prod(size):
         raise CheckpointError(f"values of {name!r} are missing")
-    if values > math.prod(size) or _overlap(made):  # then others may be missing
+    if values > math.prod(size) or _overlap(made):  # if some are there twice, others may be missing
         raise CheckpointError(f"values of {name!r} are there twice")
     return Entry(size, dtype, made)
 
@@ -190,7 +190,7 @@ def _chunk(
 
 def _overlap(chunks: Sequence[Chunk]) -> bool:
     """Check whether two chunks of a tensor have a value in common."""
-    before: list[Chunk] = []  # those that reach as far as the next one
+    before: list[Chunk] = []  # chunks that reach the next one in the first dimension
     for chunk in sorted((each for each in chunks if math.prod(each.sizes)), key=lambda each: each.offsets):
         before = [each for each in before if not each.offsets or each.offsets[0] + each.sizes[0] > chunk.offsets[0]]
         if any(_share(chunk, each) for each in before):
@@ -213,12 +213,12 @@ def _sizes(name: str, values: Any) -> tuple[int, ...]:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor on the CPU, as uint8 of one dimension."""
+    """Return the memory of a contiguous CPU tensor as one-dimensional uint8."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, to be read or written."""
+    """Return the memory of a contiguous CPU tensor, to be read or written."""
     return memoryview(flat_bytes(tensor).numpy())  # type: ignore[arg-type]

@@ -1,8 +1,9 @@
-"""Reads plain values that anybody may have saved: `weights_only=True` runs nothing, and this bounds the rest.
+"""Read plain values from an untrusted file: `weights_only=True` runs no code, and this module bounds their size.
 
-A pickle of some kilobytes may nest values so deeply that Python's stack overflows when one is hashed, as the key of a
-dict, or refer to the same value so often that a walk through it takes years. So its nesting is computed from its
-operations before anything is made of it, and that of the values afterwards, as lists and dicts may contain themselves.
+A pickle of a few kilobytes may nest values so deeply that Python's stack overflows when one is hashed as a dict key. Or
+it may refer to the same value so often that a walk through it takes years. So the nesting is computed from the pickle's
+operations before any value is built. The nesting of the values is checked afterwards, because lists and dicts may
+contain themselves.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from typing import Any
 import torch
 
 MAX_DEPTH = 100
-"""The deepest nesting of values; states have about ten levels."""
+"""Deepest nesting of values. States have about ten levels."""
 MOST_REPEATED = 100
-"""How many times longer than the file a walk through all values may be: some values are referred to repeatedly."""
+"""Highest ratio of the values that a walk visits to the bytes of the file: some values are referred to repeatedly."""
 
 MAX_BITS = 4096
-"""The most bits of an integer: Python refuses to print much larger ones."""
+"""Most bits of an integer: Python refuses to print much larger ones."""
 
 _IN_PLACE = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}
 _Extent = tuple[int, int]
-"""How deeply a value is nested, and how many values a walk through it visits."""
+"""Nesting depth of a value, and the number of values that a walk through it visits."""
 
 
 def load(raw: bytes) -> Any:
-    """Load a file that torch.save wrote: numbers, strings and tensors, and dicts, lists and tuples of them.
+    """Load a file written by torch.save with numbers, strings and tensors, and dicts, lists and tuples of them.
 
     Raises:
-        ValueError: it is nested too deeply, or is no such file.
-        Exception: torch's own, if it contains anything else; nothing in it was run.
+        ValueError: the values are nested too deeply, or torch.save did not write the file.
+        Exception: torch's error if the file contains anything else. None of its code was run.
     """
     most = MOST_REPEATED * len(raw)
     try:
@@ -57,7 +58,7 @@ def _around(inner: Iterable[_Extent], most: int) -> _Extent:
     """Compute the extent of a value that contains others.
 
     Raises:
-        ValueError: it is too large.
+        ValueError: the value is nested too deeply or has too many values.
     """
     depth, size = 0, 1
     for each in inner:
@@ -70,7 +71,7 @@ def _around(inner: Iterable[_Extent], most: int) -> _Extent:
 
 
 def _check_pickle(pickled: bytes, most: int) -> None:
-    """Follow the operations of a pickle with extents in place of values.
+    """Interpret the operations of a pickle with extents in place of values.
 
     Raises:
         ValueError: a value is nested too deeply, or the pickle is malformed.
@@ -107,7 +108,7 @@ def _check_values(top: Any, most: int) -> None:
     """Walk through a value without recursion.
 
     Raises:
-        ValueError: it is nested too deeply, or contains itself.
+        ValueError: the value is nested too deeply, or contains itself.
     """
     extents: dict[int, _Extent] = {}
     open_values: set[int] = set()

@@ -1,8 +1,8 @@
-"""Reads the tensors of a checkpoint without running anything it contains: names and numbers, see `layout`.
+"""Read the tensors of a checkpoint without running code from it: only names and numbers, see `layout`.
 
 Chunks are matched by their offset in the whole tensor, so a checkpoint saved on any number of ranks can be loaded on
-any other number. They are read into the memory where they belong, without a copy in between, and the files that are to
-be verified are verified in the same pass.
+any other number. They are read directly into their target memory, without an intermediate copy. Files to verify are
+verified in the same pass.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from runner.checkpoint.tensors.layout import INDEX, Chunk, Entry
 from runner.errors import CheckpointError
 
 _DIRECT_BYTES = 1 << 18
-"""From this size on, a chunk is read to where it belongs; smaller ones are read together, and copied."""
+"""Chunks of at least this size are read directly into their target. Smaller ones are read together and copied."""
 
 _STAGED_BYTES = 16 << 20
-"""How much is read at once of what has to be copied, to a GPU for example."""
+"""Number of bytes read at once for targets that need a copy, on a GPU for example."""
 
 _OPEN_FILES = 64
-"""How many files are left open for what is read next: a checkpoint has one for each rank that saved it."""
+"""Number of files kept open for later reads: a checkpoint has one file for each rank that saved it."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Bytes of a file, and where they belong.
+    """A range of bytes in a file, and the tensor that they fill.
 
     Attributes:
         start: offset in the file, in bytes.
-        length: their number.
-        target: the tensor that they fill, of any layout on any device.
-        memory: the memory of the target, if the bytes can be read right into it.
-        dtype: of what the bytes hold.
-        shape: of what the bytes hold: whole rows of a chunk.
-        part: the part of the rows that belongs into `target`; empty if all does.
+        length: number of bytes.
+        target: tensor to fill, of any layout on any device.
+        memory: memory of the target, if the bytes can be read directly into it.
+        dtype: dtype of the values in the file.
+        shape: shape of the values in the file: whole rows of a chunk.
+        part: part of the rows that belongs into `target`; empty for all.
     """
 
     start: int
@@ -62,7 +62,7 @@ class _Piece:
         return self.start + self.length
 
     def put(self, content: memoryview) -> None:
-        """Copy what was read elsewhere."""
+        """Copy content that was read elsewhere into the target."""
         if self.memory is not None:
             self.memory[:] = content
             return
@@ -72,11 +72,11 @@ class _Piece:
 
 
 class CheckpointReader:
-    """The tensors of one checkpoint, by flat name (`model.…`, `optimizer.state.…`); a context manager.
+    """A reader of the tensors of one checkpoint, by flat name (`model.…`, `optimizer.state.…`). A context manager.
 
     Raises:
-        CorruptionError: the index is not as it was written.
-        CheckpointError: it contains something that does not belong in a checkpoint, or is not readable.
+        CorruptionError: the index differs from what was written.
+        CheckpointError: the index contains something that does not belong in a checkpoint, or is not readable.
     """
 
     def __init__(self, at: Stored, manifest: Manifest) -> None:
@@ -102,11 +102,11 @@ class CheckpointReader:
         self._open = {}
 
     def names(self, prefix: str) -> dict[str, Entry]:
-        """Entries whose name starts with `prefix`, by the rest of the name."""
+        """Return the entries whose name starts with `prefix`, keyed by the rest of the name."""
         return {name[len(prefix) :]: entry for name, entry in self.entries.items() if name.startswith(prefix)}
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole tensor, on the CPU."""
+        """Read a whole tensor, on the CPU."""
         entry = self.entries[name]
         target = torch.empty(entry.size, dtype=entry.dtype)
         self.want(name, target, (0,) * len(entry.size))
@@ -114,10 +114,10 @@ class CheckpointReader:
         return target
 
     def want(self, name: str, target: torch.Tensor, offsets: Sequence[int]) -> None:
-        """Ask for the part of the tensor `name` that begins at `offsets`: the next `fetch` fills `target` with it.
+        """Request the part of tensor `name` that begins at `offsets`. The next `fetch` fills `target` with it.
 
         Raises:
-            CheckpointError: the chunks do not cover it.
+            CheckpointError: the chunks do not cover that part.
         """
         target = target.detach()
         missing = target.numel()
@@ -134,14 +134,14 @@ class CheckpointReader:
 
     @torch.no_grad()
     def fetch(self, verified: Collection[str] = ()) -> None:
-        """Read all that was asked for.
+        """Read all requested parts.
 
         Args:
-            verified: names of files of which every byte is read and compared with the manifest. What differs is read
-                twice.
+            verified: names of files to read completely and compare with the manifest. A file that differs is read a
+                second time.
 
         Raises:
-            CorruptionError: one of them is not as it was written. The targets may hold anything then.
+            CorruptionError: one of them differs from what was written. The targets may hold anything then.
             CheckpointError: a file is not readable.
         """
         wanted, self._wanted = self._wanted, {}
@@ -161,25 +161,25 @@ class CheckpointReader:
         return self._open[name]
 
     def _read_verified(self, name: str, pieces: Sequence[_Piece]) -> None:
-        """Read a whole file once, from front to back."""
+        """Read a whole file once, front to back, and fill the pieces from it."""
         expected, source = self._manifest.files[name], self._source(name)
         try:
             size = source.size()
             digest = _Sweep(source, pieces).run(size) if size == expected.size else ""
             manifests.compare(name, FileRecord(size, digest), expected)
         except CorruptionError:
-            source.close()  # looked at again, it is opened anew
+            source.close()  # so that the second check opens it again
             raise
         except OSError as error:
             raise CorruptionError(f"{name} cannot be read ({error.strerror})") from error
 
 
 def load_train_state(at: Stored, manifest: Manifest) -> dict[str, Any]:
-    """The content of train_state.pt: plain values and tensors.
+    """Load the content of train_state.pt: plain values and tensors.
 
     Raises:
-        CorruptionError: it is not as it was written.
-        CheckpointError: it contains anything else, or is not readable.
+        CorruptionError: the file differs from what was written.
+        CheckpointError: the file contains anything else, or is not readable.
     """
     path = at.path / TRAIN_STATE
     raw = manifests.read_verified(at, TRAIN_STATE, manifest)
@@ -198,7 +198,7 @@ def load_train_state(at: Stored, manifest: Manifest) -> dict[str, Any]:
 
 
 def _first_line(error: Exception) -> str:
-    """The line of torch's long advice on `weights_only` that names the offending class, or the first one."""
+    """Return the line of torch's long `weights_only` advice that names the refused class, or the first line."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if "GLOBAL" in line or "WeightsUnpickler error" in line]
     return " ".join([*named, *lines, type(error).__name__][0].split())[:160]
@@ -207,7 +207,7 @@ def _first_line(error: Exception) -> str:
 def _overlap(
     chunk: Chunk, offsets: Sequence[int], sizes: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Where a region of a tensor and a chunk overlap: slices of the region and of the chunk; None if nowhere."""
+    """Return where a region of a tensor and a chunk overlap, as slices of each, or None if they do not."""
     into, source = [], []
     for begin, size, chunk_begin, chunk_size in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True):
         start, stop = max(begin, chunk_begin), min(begin + size, chunk_begin + chunk_size)
@@ -219,7 +219,7 @@ def _overlap(
 
 
 def _pieces(chunk: Chunk, dtype: torch.dtype, target: torch.Tensor, source: tuple[slice, ...]) -> Iterator[_Piece]:
-    """Where the part `source` of a chunk, which belongs into `target`, is in its file."""
+    """Yield the pieces of a file that hold the part `source` of a chunk, to be read into `target`."""
     if not target.numel():
         return
     rows, others = (source[0], chunk.sizes[1:]) if source else (slice(0, 1), ())
@@ -238,13 +238,13 @@ def _pieces(chunk: Chunk, dtype: torch.dtype, target: torch.Tensor, source: tupl
 
 
 def _memory(target: torch.Tensor, dtype: torch.dtype) -> memoryview | None:
-    """The memory of a tensor, if what a file holds of it can be read right into it."""
+    """Return the memory of a tensor if file content can be read directly into it, or None."""
     plain = target.is_cpu and target.dtype == dtype and target.is_contiguous()
     return layout.memory(target) if plain and not target.is_conj() and not target.is_neg() else None
 
 
 class _Source:
-    """A file of a checkpoint that is opened when it is first read, and anew after an error."""
+    """A file of a checkpoint, opened at the first read and again after an error."""
 
     def __init__(self, at: Stored, name: str) -> None:
         self._at = at
@@ -254,21 +254,21 @@ class _Source:
         self._size = self._position = 0
 
     def size(self) -> int:
-        """Its size in bytes.
+        """Return the size of the file in bytes.
 
         Raises:
             CheckpointError: it is not readable.
-            OSError: it is missing, or no regular file.
+            OSError: the file is missing or not a regular file.
         """
         patiently(self._path, self._opened)
         return self._size
 
     def read(self, start: int, view: memoryview) -> None:
-        """Fill `view` with what begins at `start`.
+        """Fill `view` with the bytes that begin at `start`.
 
         Raises:
             CheckpointError: it is not readable.
-            CorruptionError: it ends before.
+            CorruptionError: the file is too short.
         """
         try:
             count = patiently(self._path, lambda: self._read(start, view))
@@ -309,12 +309,12 @@ def _read_piece(source: _Source, piece: _Piece) -> None:
             held = memoryview(bytearray(piece.length))
             source.read(piece.start, held)
             piece.put(held)
-    except CorruptionError as error:  # of a file that is not being verified
+    except CorruptionError as error:  # the file is not verified in this pass
         raise CheckpointError(f"{error}: it was changed while it was read") from error
 
 
 class _Sweep:
-    """One pass over a file from front to back, in which every byte is hashed, and pieces are filled."""
+    """One pass over a file, front to back, that hashes every byte and fills pieces."""
 
     def __init__(self, source: _Source, pieces: Sequence[_Piece]) -> None:
         self._source = source
@@ -325,10 +325,10 @@ class _Sweep:
         self._block = memoryview(bytearray(BLOCK_BYTES))
 
     def run(self, size: int) -> str:
-        """The hash of the file, which has `size` bytes."""
+        """Fill the pieces and return the hash of the file, which has `size` bytes."""
         position = 0
         for piece in self._large:
-            if piece.start < position:  # its bytes belong to several places
+            if piece.start < position:  # its bytes overlap a piece that was already read
                 self._late.append(piece)
                 continue
             self._pass_over(position, piece.start)
@@ -341,7 +341,7 @@ class _Sweep:
         return digest
 
     def _fill(self, piece: _Piece) -> None:
-        """Read a piece to where it belongs."""
+        """Read a large piece into its target."""
         held = memoryview(bytearray(piece.length)) if piece.memory is None else piece.memory
         for start in range(0, piece.length, BLOCK_BYTES):
             self._read(piece.start + start, held[start : start + BLOCK_BYTES])
@@ -349,7 +349,7 @@ class _Sweep:
             piece.put(held)
 
     def _pass_over(self, start: int, stop: int) -> None:
-        """Read what lies between two large pieces, and fill the small ones in it; those that are cut in two later."""
+        """Read the bytes between two large pieces, and fill the small ones in them; those across blocks later."""
         for begin in range(start, stop, BLOCK_BYTES):
             end = min(begin + BLOCK_BYTES, stop)
             block = self._block[: end - begin]
@@ -367,7 +367,7 @@ class _Sweep:
 
 
 def tensors(at: Stored, manifest: Manifest, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors whose name starts with `prefix`, one at a time, with the rest of the name."""
+    """Yield tensors whose name starts with `prefix`, one at a time, with the rest of the name."""
     with CheckpointReader(at, manifest) as reader:
         for name in reader.names(prefix):
             yield name, reader.read(prefix + name)

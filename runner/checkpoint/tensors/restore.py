@@ -1,4 +1,4 @@
-"""Fills a model and an optimizer from a checkpoint, bit for bit, on any number of ranks."""
+"""Restore a model and an optimizer from a checkpoint, bit for bit, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from runner.checkpoint.tensors.state import Averaged, OptimizerLike, OptimizerSt
 
 
 def fill(reader: CheckpointReader, name: str, target: torch.Tensor) -> None:
-    """Ask for the tensor `name`, or this rank's shard of it, in `target`: `reader.fetch` reads it."""
+    """Request the tensor `name`, or this rank's shard of it, in `target`. `reader.fetch` reads it."""
     offsets: tuple[int, ...] = (0,) * target.dim()
     part = local(target)
-    if is_sharded(target):  # as torch.distributed.checkpoint asks
+    if is_sharded(target):  # the call that torch.distributed.checkpoint makes
         offsets = tuple(target.__create_chunk_list__()[0].offsets)  # type: ignore[attr-defined]
     if part.numel():
         reader.want(name, part, offsets)
@@ -44,13 +44,18 @@ def load_tensors(
     averaged: Averaged | None = None,
     verified: Collection[str] = (),
 ) -> None:
-    """Fill `model`, `optimizer` and the averaged weights, for which `check_fit` has passed, in place.
+    """Fill `model`, `optimizer` and the averaged weights in place. `check_fit` must have passed.
 
     Args:
-        verified: names of files that are verified meanwhile, see `CheckpointReader.fetch`.
+        reader: the checkpoint.
+        state: its train state.
+        model: the model.
+        optimizer: its optimizer; None: leave it out.
+        averaged: the average of the model's weights, if there is one.
+        verified: names of files that are verified in the same pass, see `CheckpointReader.fetch`.
 
     Raises:
-        CorruptionError: one of them is corrupt: model and optimizer may hold anything.
+        CorruptionError: one of these files is corrupt. Model and optimizer may hold anything.
     """
     load_model(reader, model, model_state(model)[0], state.model_extra)
     if optimizer is not None and state.optimizer is not None:
@@ -63,13 +68,13 @@ def load_tensors(
 
 
 def load_model(reader: CheckpointReader, model: nn.Module, tensors: Tensors, extra: Mapping[str, Any] | None) -> None:
-    """Fill the model, its tensors at the next `reader.fetch`.
+    """Restore the model. The next `reader.fetch` fills its tensors.
 
     Args:
         reader: the checkpoint.
         model: the model.
-        tensors: its persistent tensors, by plain name.
-        extra: the saved entries of its state dict that are not tensors.
+        tensors: persistent tensors of the model, by plain name.
+        extra: saved entries of the model's state dict that are not tensors.
     """
     for name, tensor in tensors.items():
         fill(reader, MODEL + name, tensor)
@@ -80,11 +85,11 @@ def load_model(reader: CheckpointReader, model: nn.Module, tensors: Tensors, ext
 
 
 def load_optimizer(reader: CheckpointReader, model: nn.Module, optimizer: OptimizerLike, saved: OptimizerState) -> None:
-    """Replace the optimizer's state, its tensors at the next `reader.fetch`, and the options of its groups.
+    """Replace the optimizer's state and the options of its groups. The next `reader.fetch` fills its tensors.
 
-    Parameters without saved state (never used, frozen) have none afterwards. A state tensor of its parameter's shape
-    is sharded like the parameter; any other is complete on every rank. Tensors that fit are filled in place: new
-    memory costs several times as much as reading into it.
+    Parameters without saved state (never used, frozen) have none afterwards. A state tensor with its parameter's shape
+    is sharded like the parameter. Any other is complete on every rank. Existing tensors that fit are filled in place,
+    because allocating new memory takes several times as long as reading into existing memory.
     """
     on_cpu = set(saved.on_cpu)
     entries = _by_parameter(reader.names(OPTIMIZER), saved)
@@ -106,7 +111,7 @@ def load_optimizer(reader: CheckpointReader, model: nn.Module, optimizer: Optimi
 
 
 def _by_parameter(entries: Mapping[str, Entry], saved: OptimizerState) -> dict[str, dict[str, Entry]]:
-    """Entries named `<parameter>.<key>`, by parameter and key; both may contain dots."""
+    """Group entries named `<parameter>.<key>` by parameter and key. Both may contain dots."""
     parameters = {name for group in saved.param_groups for name in group["params"]}
     found: dict[str, dict[str, Entry]] = {}
     for flat, entry in entries.items():
@@ -120,7 +125,7 @@ def _by_parameter(entries: Mapping[str, Entry], saved: OptimizerState) -> dict[s
 
 @torch.no_grad()
 def _target(entry: Entry, parameter: nn.Parameter, on_cpu: bool, present: Any) -> torch.Tensor:
-    """A tensor for one entry of a parameter's state: `present` if it is like a new one."""
+    """Return a tensor for one entry of a parameter's state: `present` if it fits, otherwise a new one."""
     device = torch.device("cpu") if on_cpu else parameter.device
     sharded = entry.size == tuple(parameter.shape) and bool(entry.size)
     if isinstance(present, torch.Tensor) and type(present) is (type(parameter.data) if sharded else torch.Tensor):

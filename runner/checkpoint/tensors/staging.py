@@ -1,8 +1,8 @@
-"""What a model and an optimizer hold, under names that do not depend on wrappers or on the number of ranks.
+"""Collect the tensors and values of a model and an optimizer under names independent of wrappers and ranks.
 
-The names are the same for a bare module, in DistributedDataParallel, under FSDP2 (`fully_shard`) and `torch.compile`.
-An optimizer's state is keyed by parameter name instead of index. Tensors go to torch.distributed.checkpoint, the rest
-(hyperparameters, counters, module extras) into train_state.pt.
+The names are the same for a plain module, in DistributedDataParallel, under FSDP2 (`fully_shard`) and `torch.compile`.
+An optimizer's state is keyed by parameter name instead of index. Tensors go to torch.distributed.checkpoint. The rest
+(hyperparameters, counters, module extras) goes into train_state.pt.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 @dataclass
 class Collected:
-    """Everything a checkpoint needs of model and optimizer, by reference.
+    """References to everything that a checkpoint needs of model and optimizer.
 
     Attributes:
         tensors: all tensors, by flat name.
-        nested: the same in the form torch.distributed.checkpoint expects, {"model": ..., "optimizer": ...}; with
-            averaged weights also {"ema": ...}.
+        nested: the same tensors in the form that torch.distributed.checkpoint expects, {"model": ..., "optimizer":
+            ...}; with averaged weights also {"ema": ...}.
         model_extra: entries of the model's state dict that are not tensors; None if there are none.
-        optimizer: what the optimizer holds besides tensors; None without an optimizer.
+        optimizer: the optimizer's values that are not tensors; None without an optimizer.
     """
 
     tensors: Tensors
@@ -47,19 +47,19 @@ class Collected:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel, or `model` itself."""
+    """Return the module inside DistributedDataParallel, or `model` itself."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the parts that wrappers insert."""
+    """Return a parameter's name without the parts that wrappers insert."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def model_state(model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
-    """A module's persistent tensors, and what else its `state_dict` holds, by name."""
+    """Return a module's persistent tensors, and the other values of its `state_dict`, by name."""
     tensors: Tensors = {}
     extra: dict[str, Any] = {}
     for name, value in bare(model).state_dict().items():
@@ -68,9 +68,9 @@ def model_state(model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
 
 
 def changed_by_updates(collected: Collected) -> set[str]:
-    """Flat names of what an optimizer's update changes: its parameters, its state, averaged weights.
+    """Return the flat names of tensors that an optimizer's update changes: parameters, state, averaged weights.
 
-    Others, buffers and the weights of a target network for example, may be written at any time.
+    Other tensors, such as buffers or the weights of a target network, may be written at any time.
     """
     groups = collected.optimizer.param_groups if collected.optimizer is not None else []
     stepped = {MODEL + name for group in groups for name in group["params"]}
@@ -78,15 +78,15 @@ def changed_by_updates(collected: Collected) -> set[str]:
 
 
 def class_name(optimizer: OptimizerLike) -> str:
-    """The class of an optimizer, or what one that holds several calls itself."""
+    """Return the class name of an optimizer, or the name that a combined optimizer defines."""
     return str(getattr(optimizer, "class_name", type(optimizer).__name__))
 
 
 def parameter_names(model: nn.Module, optimizer: OptimizerLike) -> dict[torch.Tensor, str]:
-    """The name of each of the optimizer's parameters.
+    """Return the name of each of the optimizer's parameters.
 
     Raises:
-        CheckpointError: one of them is not in the model.
+        CheckpointError: a parameter is not in the model.
     """
     names: dict[torch.Tensor, str] = {p: plain_name(name) for name, p in bare(model).named_parameters()}
     for group in optimizer.param_groups:
@@ -100,7 +100,7 @@ def parameter_names(model: nn.Module, optimizer: OptimizerLike) -> dict[torch.Te
 
 
 def collect(model: nn.Module, optimizer: OptimizerLike | None, averaged: Averaged | None = None) -> Collected:
-    """References to all tensors of `model`, `optimizer` and the averaged weights, and what they hold besides.
+    """Collect references to all tensors and values of `model`, `optimizer` and the averaged weights.
 
     Raises:
         CheckpointError: the optimizer holds a parameter that is not in the model.
@@ -122,7 +122,7 @@ def _collect_optimizer(collected: Collected, optimizer: OptimizerLike, names: Ma
     state: dict[str, Tensors] = {}
     values: dict[str, dict[str, Any]] = {}
     on_cpu = []
-    # Of these, torch wants even the number of steps beside the parameter.
+    # For these, torch requires even the step counter on the parameter's device.
     on_device = {p for group in optimizer.param_groups if _counts_on_device(group) for p in group["params"]}
     for parameter, entries in optimizer.state.items():
         name = names[parameter]
@@ -133,14 +133,14 @@ def _collect_optimizer(collected: Collected, optimizer: OptimizerLike, names: Ma
             entry = f"{name}.{key}"
             collected.tensors[OPTIMIZER + entry] = value
             state.setdefault(name, {})[str(key)] = value
-            # Where the parameter is on the CPU as well, a number such as that of the steps would stay there.
+            # If the parameter is on the CPU too, a scalar such as the step counter stays there on any device.
             if value.is_cpu and (not parameter.is_cpu or (value.dim() == 0 and parameter not in on_device)):
                 on_cpu.append(entry)
     groups = [
         {**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
     ]
     collected.nested["optimizer"] = {"state": state}
-    # Sorted: a resume on several ranks fills the state in another order.
+    # Sorted, because a resume on several ranks fills the state in another order.
     collected.optimizer = OptimizerState(class_name(optimizer), groups, values, sorted(on_cpu))
 
 
@@ -149,17 +149,17 @@ def _counts_on_device(group: Mapping[str, Any]) -> bool:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Check whether a tensor is a DTensor, of which each rank has a shard."""
+    """Check whether a tensor is a DTensor, so that each rank has a shard."""
     return hasattr(tensor, "to_local")
 
 
 def shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor; any other tensor itself."""
+    """Return this rank's shard of a DTensor, or any other tensor unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """`shard`, detached."""
+    """Return `shard(tensor)`, detached."""
     return shard(tensor).detach()
 
 
@@ -169,13 +169,13 @@ _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dty
 
 
 def snapshot(value: Any, path: _Path = "train state") -> Any:
-    """A copy of plain values and tensors (on the CPU) that later changes of the original do not affect.
+    """Copy plain values and tensors (to the CPU), so that later changes of the original do not affect the copy.
 
-    The copy can be loaded with `weights_only=True`: numpy's scalars become numbers, and anything that needs code to be
-    loaded is refused now rather than at the resume.
+    The copy can be loaded with `weights_only=True`: numpy scalars become numbers. Values that need code to be loaded
+    are refused now, not at the resume.
 
     Raises:
-        CheckpointError: `value` contains something else; names the entry and its type.
+        CheckpointError: `value` contains another type. The message names the entry and its type.
     """
     if type(value) in _ATOMS:
         return value
@@ -183,7 +183,7 @@ def snapshot(value: Any, path: _Path = "train state") -> Any:
         return local(value).to("cpu", copy=True)
     if isinstance(value, (list, tuple)):
         plain = tuple if isinstance(value, tuple) else list
-        if _ATOMS.issuperset(map(type, value)):  # the state of a random generator has hundreds of them
+        if _ATOMS.issuperset(map(type, value)):  # fast path: the state of a random generator has hundreds of numbers
             return plain(value)
         return plain([snapshot(item, (path, number)) for number, item in enumerate(value)])
     if isinstance(value, Mapping):
@@ -199,7 +199,7 @@ def _formatted(path: _Path) -> str:
 
 
 def _as_plain(value: Any, path: _Path) -> Any:
-    """The number or string behind a numpy scalar, or an instance of a subclass."""
+    """Convert a numpy scalar, or an instance of a subclass, to the number or string behind it."""
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         return snapshot(value.item(), path)
     for plain in (int, float, str):

@@ -1,6 +1,6 @@
-"""What a run must remember besides tensors: step, tokens, random generators, scheduler, data position.
+"""The train state of a run besides tensors: step, tokens, random generators, scheduler, data position.
 
-`TrainState` is the content of train_state.pt and knows its keys; `extra` adds more. All of it can be loaded with
+`TrainState` defines the content and the keys of train_state.pt; `extra` adds more. All of it can be loaded with
 `torch.load(weights_only=True)`: numbers, strings, tensors, and dicts, lists and tuples of them.
 """
 
@@ -23,14 +23,14 @@ StateDict = dict[str, Any]
 
 
 class Stateful(Protocol):
-    """Anything with a state: a scheduler, a dataloader."""
+    """An object with a state, such as a scheduler or a dataloader."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 class OptimizerLike(Protocol):
-    """What a checkpoint needs of an optimizer: torch's own, or several behind one (then with a `class_name`)."""
+    """The parts of an optimizer that a checkpoint needs: torch's, or several combined (with a `class_name`)."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -40,7 +40,7 @@ class OptimizerLike(Protocol):
 
 
 class Averaged(Protocol):
-    """What a checkpoint needs of an average of the weights: torch.optim.swa_utils.AveragedModel has it."""
+    """The parts of averaged weights that a checkpoint needs, as in torch.optim.swa_utils.AveragedModel."""
 
     module: Any
     n_averaged: torch.Tensor
@@ -48,13 +48,13 @@ class Averaged(Protocol):
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer holds besides tensors; parameters are named as in the model.
+    """The values of an optimizer that are not tensors. Parameters are named as in the model.
 
     Attributes:
-        class_name: the optimizer's class; names and classes of several.
+        class_name: class of the optimizer; names and classes if several are combined.
         param_groups: the options of each group, and the names of its parameters as `params`.
         values: entries of the state that are not tensors, by parameter and key.
-        on_cpu: `<parameter>.<key>` of each tensor that stays on the CPU, wherever its parameter will be.
+        on_cpu: `<parameter>.<key>` of each tensor that stays on the CPU, on whichever device its parameter is.
     """
 
     class_name: str
@@ -65,7 +65,7 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class TrainState:
-    """What train_state.pt holds. Each field but `extra` is a key; entries that are None are left out.
+    """The content of train_state.pt. Each field except `extra` is a key. Entries that are None are left out.
 
     Attributes:
         step: completed optimizer steps.
@@ -75,10 +75,10 @@ class TrainState:
         dataloader: state of this rank's dataloader (in the file: of rank 0's).
         rng_by_rank: `rng` of every rank.
         dataloader_by_rank: `dataloader` of every rank, if there were several.
-        optimizer: what the optimizer holds besides tensors.
+        optimizer: values of the optimizer that are not tensors.
         model_extra: entries of the model's state dict that are not tensors.
         version: format version of the checkpoint.
-        extra: further entries, which are keys beside the others.
+        extra: further entries, at the same level as the other keys.
     """
 
     step: int
@@ -94,7 +94,7 @@ class TrainState:
     extra: StateDict = field(default_factory=dict)
 
     def to_dict(self) -> StateDict:
-        """The state as plain dicts."""
+        """Return the state as plain dicts."""
         entries = {name: getattr(self, name) for name in RESERVED if getattr(self, name) is not None}
         if self.optimizer is not None:
             entries["optimizer"] = dict(vars(self.optimizer))
@@ -102,14 +102,14 @@ class TrainState:
 
     @staticmethod
     def from_dict(state: Mapping[str, Any], where: str) -> TrainState:
-        """The inverse of `to_dict`.
+        """Build a train state from plain dicts, the inverse of `to_dict`.
 
         Args:
             state: a train state.
-            where: what `state` is, for messages.
+            where: description of `state`, for messages.
 
         Raises:
-            CheckpointError: an entry is missing.
+            CheckpointError: an entry is missing or has the wrong type.
         """
         require(state, ("step", "tokens_seen", "rng"), where)
         check_like(state, _EXAMPLE, where)
@@ -140,10 +140,10 @@ _EXAMPLE: StateDict = {
 
 
 def check_like(state: Any, example: Any, where: str) -> None:
-    """Check that a state that anybody may have written has values of the same kinds as an example; see `unlike`.
+    """Check that the types of an untrusted state match an example; see `unlike`.
 
     Raises:
-        CheckpointError: naming the first that has not.
+        CheckpointError: a type differs. The message names the first such entry.
     """
     if difference := unlike(state, example, where):
         raise CheckpointError(f"{difference}: it was edited; use another checkpoint")
@@ -153,7 +153,7 @@ def require(state: Mapping[str, Any], keys: Iterable[str], where: str) -> None:
     """Check that `state` has all `keys`.
 
     Raises:
-        CheckpointError: naming the missing key, and what is there.
+        CheckpointError: a key is missing. The message names it and the present keys.
     """
     for key in keys:
         if key not in state:
@@ -162,10 +162,12 @@ def require(state: Mapping[str, Any], keys: Iterable[str], where: str) -> None:
 
 
 def get_rng_state() -> StateDict:
-    """The states of this process's global random generators.
+    """Return the states of this process's global random generators.
 
     Returns:
         `python` (the tuple of `random.getstate`), `numpy` (the legacy global generator as a dict of numbers and one
+            int64 tensor), `torch_cpu` (uint8 tensor) and, with CUDA, `torch_cuda` (uint8 tensor of the current device,
+            because each rank keeps the state of its device).
         int64 tensor), `torch_cpu` (uint8 tensor) and, where there is CUDA, `torch_cuda` (uint8 tensor of the current
         device: each rank keeps its own).
     """
@@ -180,7 +182,7 @@ def get_rng_state() -> StateDict:
 
 
 def _numpy_state(legacy: Any) -> StateDict:
-    """numpy's tuple as plain values and a tensor."""
+    """Convert numpy's state tuple to plain values and a tensor."""
     kind, keys, position, has_gauss, cached = legacy
     return {
         "kind": str(kind),
@@ -192,14 +194,14 @@ def _numpy_state(legacy: Any) -> StateDict:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Set the global random generators; one that `state` does not name keeps its state.
+    """Set the global random generators. A generator that `state` does not name keeps its state.
 
     Args:
         state: from `get_rng_state`. `numpy` may also be the tuple of `np.random.get_state()`, and `torch_cuda` a list
             with one tensor per device.
 
     Raises:
-        CheckpointError: a key is unknown, or a value is not the state of such a generator.
+        CheckpointError: a key is unknown, or a value is not a valid state of its generator.
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(f"the state of the random generators is {state!r}: pass what get_rng_state() returned")
@@ -226,12 +228,12 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def _tuples(value: Any) -> Any:
-    """Lists as tuples, at every depth, which `random.setstate` requires."""
+    """Convert lists to tuples at every depth, as `random.setstate` requires."""
     return tuple(_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 def _numpy_legacy(state: Any) -> Any:
-    """The argument of `np.random.set_state`, from either form."""
+    """Return the argument of `np.random.set_state` from either form."""
     if not isinstance(state, Mapping):
         return tuple(state)
     keys = torch.as_tensor(state["keys"]).numpy().astype(np.uint32)
@@ -239,7 +241,7 @@ def _numpy_legacy(state: Any) -> Any:
 
 
 def _own_device(state: Any) -> torch.Tensor:
-    """The state for the current device, from one tensor or a list by device."""
+    """Return the state for the current device, from one tensor or a list by device."""
     chosen = state
     if isinstance(state, (list, tuple)):
         chosen = state[torch.cuda.current_device() % len(state)]
@@ -249,11 +251,11 @@ def _own_device(state: Any) -> torch.Tensor:
 
 
 def rng_for_rank(by_rank: list[StateDict], rank: int) -> StateDict:
-    """The random generators of `rank`, from those of every rank of a run that may have had fewer.
+    """Return the random generators of `rank`, from those of all ranks of a run that may have had fewer.
 
-    A rank that existed at the save gets its own back. A new rank gets generators seeded with SHA-256("rank", its
-    number, the saved torch state of rank 0): the same at every resume from that checkpoint, different for every rank
-    and every checkpoint.
+    A rank that existed at the save gets the state that it saved. A new rank gets generators seeded with SHA-256("rank",
+    rank number, saved torch state of rank 0). This seed is the same at every resume from that checkpoint, and different
+    for every rank and checkpoint.
     """
     if rank < len(by_rank):
         return by_rank[rank]
@@ -277,14 +279,14 @@ def build_train_state(
     dataloader: Stateful | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> StateDict:
-    """The state of a run after `step` completed steps, as it goes into train_state.pt.
+    """Return the state of a run after `step` completed steps, in the form of train_state.pt.
 
     Args:
         step: completed optimizer steps.
         tokens_seen: tokens trained on so far, over all ranks.
         scheduler: its `state_dict()` becomes the entry `scheduler`.
-        dataloader: its `state_dict()` becomes the entry `dataloader`; a training run always passes its dataloader.
-        extra: further entries, beside the others.
+        dataloader: its `state_dict()` becomes the entry `dataloader`. A training run always passes its dataloader.
+        extra: further entries, at the same level as the others.
 
     Raises:
         UserError: `extra` uses a reserved key, or the scheduler or the dataloader has no `state_dict`.
@@ -320,11 +322,11 @@ def restore_train_state(
 ) -> tuple[int, int, StateDict]:
     """Restore scheduler, dataloader and the random generators from `state`.
 
-    The generators are restored last: restoring a dataloader may draw from them. With several ranks, each gets its own
-    generators and its own part of the dataloader's state; see `rng_for_rank`.
+    The generators are restored last, because restoring a dataloader may draw from them. With several ranks, each rank
+    gets the generators and the part of the dataloader's state that belong to it; see `rng_for_rank`.
 
     Args:
-        state: what `TrainStateManager.load` or `build_train_state` returned; empty at a fresh start.
+        state: result of `TrainStateManager.load` or `build_train_state`; empty at a fresh start.
         scheduler: restored if passed.
         dataloader: restored if passed.
 
@@ -332,7 +334,7 @@ def restore_train_state(
         (step, tokens_seen, extra); (0, 0, {}) for an empty state.
 
     Raises:
-        CheckpointError: `state` has no entry for something that is to be restored.
+        CheckpointError: `state` lacks an entry for an object to restore.
     """
     if not state:
         return 0, 0, {}
@@ -351,15 +353,15 @@ def restore_train_state(
 
 
 def _dataloader_state(dataloader: Any, by_rank: list[StateDict], rank: int, world_size: int) -> StateDict:
-    """The part of `rank` in what all ranks saved; a loader that can splits it anew for another world size.
+    """Return the part of `rank` in the states of all ranks, split again for a new world size if the loader can.
 
     Raises:
-        CheckpointError: another world size, and a loader that cannot.
-        UserError: the loader's own, if the ranks were saved at different places.
+        CheckpointError: the world size differs and the loader cannot split the state.
+        UserError: raised by the loader if the ranks were saved at different positions.
     """
     can_split = hasattr(dataloader, "aggregate_state_dict") and hasattr(dataloader, "deaggregate_state_dict")
     aggregated = dataloader.aggregate_state_dict(by_rank) if can_split and max(len(by_rank), world_size) > 1 else None
-    if aggregated is not None:  # also for the same ranks: their workers may be others
+    if aggregated is not None:  # also for the same ranks: the number of workers may differ
         split: StateDict = dataloader.deaggregate_state_dict(aggregated, rank, world_size)
         return split
     if world_size == len(by_rank):

@@ -1,7 +1,7 @@
-"""Writes tensors: which rank writes what, and one file for each rank.
+"""Write tensors: assign chunks to ranks, and write one file per rank.
 
-The planner of torch.distributed.checkpoint decides which rank writes which chunk (replicas are divided among ranks, not
-written twice). Importing it takes a second or two, so this module does it in `warm_up` or at the first save.
+The planner of torch.distributed.checkpoint decides which rank writes which chunk. Replicas are divided among ranks, not
+written twice. Importing the planner takes a second or two, so `warm_up` or the first save does it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _IMPORTING = threading.Lock()
 
 
 def warm_up() -> None:
-    """Import what the first save needs; best done in the background during the first steps.
+    """Import the modules that the first save needs. Call this in the background during the first steps.
 
-    Two threads that import modules of one package at once, in different orders, would wait for each other; Python then
-    lets one of them continue with a module that is not complete.
+    A lock is held because two threads that import modules of one package in different orders would wait for each other.
+    Python then lets one of them continue with an incomplete module.
     """
     with _IMPORTING:
         import torch.distributed.checkpoint  # noqa: F401
@@ -35,12 +35,12 @@ def warm_up() -> None:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Which rank writes which chunk.
+    """The assignment of chunks to ranks for a save.
 
     Attributes:
-        signature: what the plan was made for, see `signature_of`.
-        parts: what this rank writes, in the order of its file.
-        header: what its file begins with.
+        signature: signature of the tensors that the plan was made for, see `signature_of`.
+        parts: chunks that this rank writes, in the order of its file.
+        header: first bytes of this rank's file.
         index: on rank 0, the content of the index.
     """
 
@@ -51,22 +51,22 @@ class WritePlan:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Flat names of the tensors of which this rank writes a chunk."""
+        """Return the flat names of the tensors of which this rank writes a chunk."""
         return frozenset(part.name for part in self.parts)
 
 
 def signature_of(tensors: Tensors) -> Any:
-    """What a plan depends on: names, shapes, dtypes and placements, not values."""
+    """Return the properties that a plan depends on: names, shapes, dtypes and placements, not values."""
     return tuple(
         (name, tensor.shape, tensor.dtype, getattr(tensor, "placements", None)) for name, tensor in tensors.items()
     )
 
 
 def make_plan(collected: Collected, signature: Any, world: World) -> WritePlan:
-    """Agree with all ranks on who writes what; reads no values.
+    """Agree with all ranks on which rank writes which chunk. Values are not read.
 
     Raises:
-        CheckpointError: a tensor has no plain memory.
+        CheckpointError: a tensor is sparse or quantized.
     """
     for name, tensor in collected.tensors.items():
         if tensor.layout != torch.strided or tensor.is_quantized:
@@ -88,7 +88,7 @@ def make_plan(collected: Collected, signature: Any, world: World) -> WritePlan:
 
 
 def _part(item: Any) -> Part:
-    """The chunk of an item of torch's plan."""
+    """Return the chunk that an item of torch's plan describes."""
     data = item.tensor_data
     shape, offsets, sizes = (tuple(map(int, each)) for each in (data.size, data.chunk.offsets, data.chunk.sizes))
     return Part(item.index.fqn, data.properties.dtype, shape, offsets, sizes)
