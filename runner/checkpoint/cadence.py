@@ -33,6 +33,18 @@ class AdaptiveInterval:
 
     Raises:
         UserError: a setting is out of range.
+
+    Example:
+        >>> from runner.checkpoint import AdaptiveInterval
+        >>> interval = AdaptiveInterval(min_s=10.0, max_s=3600.0)
+        >>> round(interval.interval_s())  # no measurements: 1 s per save, a loss every 4 h
+        169
+        >>> interval.observe_save(stall_s=4.0, write_s=12.0)
+        >>> round(interval.interval_s())  # expensive saves are rarer
+        337
+        >>> interval.observe_attempts([(3600.0, "preempted"), (1800.0, "node failure")])
+        >>> round(interval.interval_s())  # frequent losses need frequent saves
+        227
     """
 
     min_s: float = 30.0
@@ -108,6 +120,19 @@ class Cadence:
 
     Raises:
         UserError: a setting is out of range.
+
+    Example:
+        >>> from runner.checkpoint import Cadence
+        >>> cadence = Cadence(every_steps=100, every_minutes=10.0)
+        >>> cadence.should_save(step=99, now=30.0)
+        False
+        >>> cadence.should_save(step=100, now=31.0)
+        True
+        >>> cadence.saved(step=100, now=31.0)
+        >>> cadence.should_save(step=150, now=31.0 + 600.0)  # ten minutes after the last save
+        True
+        >>> cadence.explain(now=31.0)
+        'saving every 100 steps and every 10 minutes and at the end'
     """
 
     def __init__(

@@ -71,6 +71,22 @@ class TrainStateManager:
 
     Raises:
         UserError: a setting is out of range.
+
+    Example:
+        >>> import torch
+        >>> from runner.checkpoint import TrainStateManager, build_train_state, restore_train_state
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> manager = TrainStateManager("checkpoints", fingerprint={"data": "v1"}, keep_last=2)
+        >>> state = manager.load(model, optimizer)  # None at a fresh start
+        >>> start, tokens_seen, extra = restore_train_state(state or {})
+        >>> for step in range(start + 1, start + 4):
+        ...     loss = model(torch.randn(4, 8)).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     saved = manager.save(step, model, optimizer, build_train_state(step, tokens_seen))
+        >>> manager.wait()  # the last save is written in the background
     """
 
     def __init__(

@@ -54,6 +54,23 @@ class ExternalWriter(ABC):
 
     Raises:
         UserError: the library is not installed.
+
+    Example:
+        >>> from runner.metrics.external import ExternalWriter
+        >>> class Database(ExternalWriter):
+        ...     name, module, package = "database", "sqlite3", "sqlite3"
+        ...     def open(self):  # in the thread, before the first record
+        ...         import sqlite3
+        ...         self._base = sqlite3.connect(self.run.path / "metrics.sqlite")
+        ...         self._base.execute("CREATE TABLE IF NOT EXISTS metrics (step, name, value)")
+        ...     def log(self, step, values):
+        ...         rows = [(step, name, value) for name, value in values.items()]
+        ...         self._base.executemany("INSERT INTO metrics VALUES (?, ?, ?)", rows)
+        ...     def sync(self):
+        ...         self._base.commit()
+        ...     def end(self):
+        ...         self._base.commit()
+        ...         self._base.close()
     """
 
     name: str

@@ -101,9 +101,8 @@ def _encoded(pixels: np.ndarray) -> bytes:
 
     height, width, channels = pixels.shape
     header = struct.pack(">IIBBBBB", width, height, 8, _COLORS[channels], 0, 0, 0)
-    lines = np.zeros(
-        (height, 1 + width * channels), np.uint8
-    )  # each line begins with the number of its filter, 0: none
+    # Each line begins with the number of its filter, 0: none.
+    lines = np.zeros((height, 1 + width * channels), np.uint8)
     lines[:, 1:] = pixels.reshape(height, -1)
     return (
         _SIGNATURE + _chunk(b"IHDR", header) + _chunk(b"IDAT", zlib.compress(lines.tobytes(), 6)) + _chunk(b"IEND", b"")

@@ -32,6 +32,17 @@ class MLflow(ExternalWriter):
         report: called with a one-line message if the logger fails.
         experiment: name of the experiment; created if it does not exist.
         tracking_uri: a server or a store, for example sqlite:///mlflow.db; None: MLflow's own setting.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from runner.metrics.mlflow import MLflow
+        >>> from runner.rundir.paths import RunDir
+        >>> run = RunDir(Path("outputs/base"))
+        >>> run.path.mkdir(parents=True, exist_ok=True)
+        >>> writer = MLflow(run, experiment="examples", tracking_uri="sqlite:///mlflow.db")
+        >>> for step in (1, 2, 3):
+        ...     writer.write({"step": step, "loss": 1.0 / step})
+        >>> writer.close()
     """
 
     name = "mlflow"

@@ -15,6 +15,19 @@ class TensorBoard(ExternalWriter):
 
     A resumed attempt begins a new event file, which names the step from which earlier files are invalid. TensorBoard
     therefore shows each step once.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from runner.metrics.tensorboard import TensorBoard
+        >>> from runner.rundir.paths import RunDir
+        >>> run = RunDir(Path("outputs/base"))
+        >>> run.path.mkdir(parents=True, exist_ok=True)
+        >>> writer = TensorBoard(run)
+        >>> for step in (1, 2, 3):
+        ...     writer.write({"step": step, "loss": 1.0 / step})
+        >>> writer.close()
+        >>> len(list(run.tensorboard.iterdir()))
+        1
     """
 
     name = "tensorboard"
@@ -66,9 +79,8 @@ class TensorBoard(ExternalWriter):
             entry = Summary.Value(tag=media.name, image=image)
         else:  # same layout as torch's SummaryWriter.add_text
             shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
-            indented = "".join(
-                f"    {line}\n" for line in media.content.splitlines()
-            )  # indented, so that TensorBoard's Markdown shows it verbatim
+            # Indented, so that TensorBoard shows it verbatim instead of as Markdown.
+            indented = "".join(f"    {line}\n" for line in media.content.splitlines())
             entry = Summary.Value(
                 tag=f"{media.name}/text_summary",
                 metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text")),

@@ -27,6 +27,17 @@ class WandB(ExternalWriter):
         report: called with a one-line message if the logger fails.
         mode: online, offline (`wandb sync` sends it later) or disabled.
         options: further arguments of `wandb.init`: project, entity, name, tags, ...
+
+    Example:
+        >>> from pathlib import Path
+        >>> from runner.metrics.wandb import WandB
+        >>> from runner.rundir.paths import RunDir
+        >>> run = RunDir(Path("outputs/base"))
+        >>> run.path.mkdir(parents=True, exist_ok=True)
+        >>> writer = WandB(run, mode="offline", project="examples")
+        >>> for step in (1, 2, 3):
+        ...     writer.write({"step": step, "loss": 1.0 / step})
+        >>> writer.close()
     """
 
     name = "wandb"

@@ -1,1 +1,1 @@
-"""Models, losses and tasks of the runner. `_target_` selects any other."""
+"""Models, losses and tasks that the runner ships. `_target_` selects any other."""

@@ -133,9 +133,8 @@ def _crosses(model: nn.Module, way: _Way, positions: Tensor) -> bool:
     If they do not, their gradient is exactly 0. Comparing logits would not detect contributions through small weights,
     which are below the precision of bfloat16.
     """
-    tokens = torch.arange(1, TRIAL + 1, device=positions.device).repeat(
-        2, 2
-    )  # different tokens, because one may be the padding token
+    # Different tokens, because one may be the padding token.
+    tokens = torch.arange(1, TRIAL + 1, device=positions.device).repeat(2, 2)
     embedded: list[Tensor] = []
 
     def keep(module: nn.Module, given: tuple[Any, ...], output: Tensor) -> None:

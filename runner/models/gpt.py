@@ -152,9 +152,8 @@ class GPT(nn.Module):
 
 def within_documents(document_ids: Tensor) -> Tensor:
     """Return which tokens (last dimension) each token attends to: its document's, up to itself. Bool (B, 1, T, T)."""
-    same = (
-        document_ids[:, :, None] == document_ids[:, None, :]
-    )  # padding attends to padding: softmax over nothing is NaN
+    # Padding attends to padding: a softmax over nothing would be NaN.
+    same = document_ids[:, :, None] == document_ids[:, None, :]
     return same.tril()[:, None]
 
 

@@ -215,9 +215,8 @@ def store_of(run: RunDir, fence: Fence = NOBODY) -> Store:
 def leftovers(directory: Path) -> list[Path]:
     """List temporary directories of saves and deletions that are in progress or were killed."""
     named = (directory / name for name in Directory(directory).names() if _TEMPORARY.fullmatch(name))
-    return sorted(
-        path for path in named if files.is_dir(path) and not files.is_link(path)
-    )  # the runner creates only directories
+    # The runner creates only directories with such names.
+    return sorted(path for path in named if files.is_dir(path) and not files.is_link(path))
 
 
 def _take(path: Path, name: str, fence: Fence) -> Path:

@@ -68,9 +68,8 @@ class Copy:
         for name in self._copied_later:
             target, source = self.tensors[name], self.sources[name].detach()
             if source.is_cpu and source.is_contiguous() and not source.is_conj() and not source.is_neg():
-                np.copyto(
-                    flat_bytes(target).numpy(), flat_bytes(source).numpy()
-                )  # numpy, because training needs torch's threads
+                # By numpy, because training needs torch's threads.
+                np.copyto(flat_bytes(target).numpy(), flat_bytes(source).numpy())
             else:
                 target.copy_(source, non_blocking=source.is_cuda)
 
@@ -155,9 +154,8 @@ def _gpus(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
 def _same_bytes(source: torch.Tensor, copy: torch.Tensor) -> bool:
     plain = source.resolve_conj().resolve_neg().contiguous()
     one, two = flat_bytes(plain), flat_bytes(copy)
-    words = (
-        len(one) // 8 * 8 if one.storage_offset() % 8 == 0 else 0
-    )  # comparing eight bytes at a time is several times as fast
+    # Comparing eight bytes at a time is several times as fast.
+    words = len(one) // 8 * 8 if one.storage_offset() % 8 == 0 else 0
     parts = [(one[:words].view(torch.int64), two[:words].view(torch.int64)), (one[words:], two[words:])]
     return all(
         torch.equal(a, b.to(a.device))  # block by block, because a GPU may have little free memory

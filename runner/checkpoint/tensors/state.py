@@ -170,6 +170,15 @@ def get_rng_state() -> StateDict:
             because each rank keeps the state of its device).
         int64 tensor), `torch_cpu` (uint8 tensor) and, where there is CUDA, `torch_cuda` (uint8 tensor of the current
         device: each rank keeps its own).
+
+    Example:
+        >>> import torch
+        >>> from runner.checkpoint import get_rng_state, set_rng_state
+        >>> state = get_rng_state()
+        >>> first = torch.rand(3)
+        >>> set_rng_state(state)
+        >>> torch.equal(torch.rand(3), first)
+        True
     """
     state: StateDict = {
         "python": random.getstate(),
@@ -290,6 +299,12 @@ def build_train_state(
 
     Raises:
         UserError: `extra` uses a reserved key, or the scheduler or the dataloader has no `state_dict`.
+
+    Example:
+        >>> from runner.checkpoint import build_train_state
+        >>> state = build_train_state(step=20, tokens_seen=2560, extra={"best_accuracy": 0.9})
+        >>> sorted(state)
+        ['best_accuracy', 'rng', 'step', 'tokens_seen']
     """
     for key in extra or {}:
         if key in RESERVED:
@@ -335,6 +350,15 @@ def restore_train_state(
 
     Raises:
         CheckpointError: `state` lacks an entry for an object to restore.
+
+    Example:
+        >>> import torch
+        >>> from runner.checkpoint import build_train_state, restore_train_state
+        >>> state = build_train_state(step=20, tokens_seen=2560)
+        >>> expected = torch.randn(3)
+        >>> step, tokens_seen, extra = restore_train_state(state)
+        >>> step, tokens_seen, torch.equal(torch.randn(3), expected)  # the generators are restored, too
+        (20, 2560, True)
     """
     if not state:
         return 0, 0, {}
