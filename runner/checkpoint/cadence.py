@@ -28,7 +28,7 @@ class AdaptiveInterval:
 
     Args:
         min_s: lower bound of the interval, in seconds; 0: none.
-        max_s: upper bound of the interval, in seconds. With 0, the next save begins as soon as writing permits.
+        max_s: upper bound of the interval, in seconds. With 0, it is twice the longest write.
         prior_s: expected time between losses before any is observed, in seconds.
 
     Raises:

@@ -49,7 +49,7 @@ class PendingSave:
     error: Exception | None = None
 
     def complete(self) -> None:
-        """Make the remaining copies. `Saver.commit` raises an error of this on every rank."""
+        """Make the remaining copies. If this fails, `Saver.commit` raises the error on every rank."""
         try:
             if self.copy is not None:
                 self.copy.complete()

@@ -180,7 +180,7 @@ def resume_records(run: RunDir, step: int, evaluated: bool = True) -> tuple[Json
 
 
 def _in_place(path: Path, step: int, evaluated: bool, guard: files.Guard | None) -> JsonlWriter | None:
-    """Open the existing file for truncation. Return None if it is missing, a link, has a second name or is read-only."""
+    """Open the file for truncation. Return None if it is missing, read-only, a link, or has a second name."""
     fd = files.open_in_place(path)
     if fd is None:
         return None

@@ -113,7 +113,7 @@ def _way_of(model: nn.Module, device: torch.device) -> _Way:
 
 
 def _tried(model: nn.Module, names: Sequence[str], device: torch.device) -> tuple[_Way, bool]:
-    """Return a call that keeps documents apart, and whether they affect each other under the plain call.
+    """Return a way that keeps documents apart, if any, and whether they affect each other in the plain way.
 
     They do not while the output of each block is still multiplied by zeros. Then the result of this trial is not
     conclusive, and a later trial decides.

@@ -104,10 +104,10 @@ def unlike(value: Any, example: Any, name: str) -> str | None:
 
     Args:
         value: an untrusted value.
-        example: an integer stands for integers of 0 or more, and a float for any number. A list stands for lists whose
-            items match its items, and beyond its length the last one. A tuple stands for a fixed number of items. A
-            mapping checks each key of the value that it has (`{EVERY: ...}`: all keys). None and other types stand for
-            anything.
+        example: an integer stands for integers of 0 or more, and a float for any number. The items of a list apply to
+            the same items of the value, and the last one to all further items. A tuple stands for as many items. The
+            entries of a mapping apply to the same keys of the value (`{EVERY: ...}`: to all keys). None and other types
+            stand for anything.
         name: name of the value, for the description.
     """
     inner: Iterable[tuple[str, Any, Any]] = ()

@@ -2,9 +2,8 @@
 
 Parameters and state of an optimizer change only in an update, so they are copied in the background, during the next
 forward and backward passes. Code of a model or task may write at any time to buffers and to weights without an
-optimizer (a target network's), so these are copied at once. The same holds for parameters that a forward pass changes
-(an embedding with `max_norm`). The step after the first copy, which is made all at once, shows which parameters these
-are.
+optimizer (a target network's), so these are copied at once. So are parameters that a forward pass changes (an
+embedding with `max_norm`). The first copy is made all at once, and the step after it shows which parameters these are.
 """
 
 from __future__ import annotations

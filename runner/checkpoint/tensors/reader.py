@@ -349,7 +349,10 @@ class _Sweep:
             piece.put(held)
 
     def _pass_over(self, start: int, stop: int) -> None:
-        """Read the bytes between two large pieces, and fill the small ones in them; those across blocks later."""
+        """Read the bytes between two large pieces and fill the small pieces there.
+
+        Small pieces that cross a block boundary are read later.
+        """
         for begin in range(start, stop, BLOCK_BYTES):
             end = min(begin + BLOCK_BYTES, stop)
             block = self._block[: end - begin]
