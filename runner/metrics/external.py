@@ -62,10 +62,10 @@ class ExternalWriter(ABC):
         ...     def open(self):  # in the thread, before the first record
         ...         import sqlite3
         ...         self._base = sqlite3.connect(self.run.path / "metrics.sqlite")
-        ...         self._base.execute("CREATE TABLE IF NOT EXISTS metrics (step, name, value)")
-        ...     def log(self, step, values):
+        ...         self._base.execute("CREATE TABLE IF NOT EXISTS metrics (step, name, value, UNIQUE (step, name))")
+        ...     def log(self, step, values):  # steps repeat after a kill
         ...         rows = [(step, name, value) for name, value in values.items()]
-        ...         self._base.executemany("INSERT INTO metrics VALUES (?, ?, ?)", rows)
+        ...         self._base.executemany("INSERT OR REPLACE INTO metrics VALUES (?, ?, ?)", rows)
         ...     def sync(self):
         ...         self._base.commit()
         ...     def end(self):
