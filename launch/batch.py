@@ -1,13 +1,13 @@
-"""The batch script, by submitit, and what submitit does not do as a run that is preempted needs it.
+"""Write and submit batch scripts: submitit's script, and the parts of submitit that a preempted run cannot use.
 
-Tried with submitit 1.5.2 to 1.5.4. It knows the options of sbatch and writes the script (`Script`). The rest is here,
-instead of in its `submit` and its `submitit.core._submit`:
+Tested with submitit 1.5.2 to 1.5.4. submitit knows the options of sbatch and writes the script (`Script`). This module
+replaces its `submit` and `submitit.core._submit`:
 
-- The files of a submission are named after it and not at random, so its job is told from other jobs.
-- What a job is to do is JSON, not a pickle.
-- sbatch's answer is kept whole: whether it refused decides whether a job may be in the queue.
-- In the job no signal handlers are installed. submitit's ignore SIGTERM (every preemption) and exit in the middle of a
-  step at SIGUSR2.
+- The files of a submission have its name, not a random one, so that its job can be told from other jobs.
+- The job reads JSON, not a pickle.
+- sbatch's answer is kept complete: whether it refused decides whether a job may be in the queue.
+- The job installs no signal handlers. submitit's handlers ignore SIGTERM (every preemption), and exit in the middle of
+  a step at SIGUSR2.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from runner.rundir import trust
 from runner.system import clock, files, processes
 
 FOLDER = "RUNNER_JOB_FOLDER"
-"""The variable with the folder of the job's files, in the job."""
-WAIT_S = 60  # for the command to write down the id of its job
+"""The environment variable of the job that holds the folder of its files."""
+WAIT_S = 60  # how long the job waits until the command has recorded its id
 
 
 class RefusedError(RuntimeError):
-    """sbatch failed; the message is its own. `status` is negative if a signal ended it."""
+    """sbatch failed. The message is sbatch's own. `status` is negative if a signal ended it."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class RefusedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Start:
-    """What a job is to do: the arguments of `launch.job.start`, which explains them."""
+    """The arguments of `launch.job.start`, stored for one job."""
 
     run_dir: str
     attempt: str
@@ -50,7 +50,9 @@ class Start:
 
 
 def sweep_folder(parent: Path, user: str | None) -> Path:
-    """Return the folder of a user's batch scripts, notes and logs of sweeps, beside the runs; the user is a number.
+    """Return the folder of a user's batch scripts, notes and logs of sweeps, next to the runs; `user` is a user id.
+
+    Each user has a separate folder: jobs run its files as that user, and others may have sweeps in the same directory.
 
     Each has one of their own: what is in it is run as that user, and others may have sweeps in the same directory.
     """
@@ -61,27 +63,27 @@ def check_folder(folder: Path) -> None:
     """Refuse a folder of jobs that others can write.
 
     Raises:
-        RunDirError: they can, or it is another user's.
-        OSError: it cannot be read.
+        RunDirError: others can write the folder, or it belongs to another user.
+        OSError: the folder cannot be read.
     """
     trust.check_private(folder, folder, "jobs run what its files name", "remove it, or choose another run.root")
 
 
 def script(folder: Path, python: str, runs: int, parameters: dict[str, Any]) -> str:
-    """The text of a batch script.
+    """Return the text of a batch script.
 
     Args:
-        folder: where the files of its jobs go.
+        folder: for the files of the script's jobs.
         python: the command that starts Python, as the shell reads it.
-        runs: how many; an array from two on.
-        parameters: the options, by submitit's names.
+        runs: number of runs; two or more make an array.
+        parameters: options of sbatch, by submitit's names.
     """
     from submitit.slurm.slurm import SlurmExecutor
 
     class Script(SlurmExecutor):
         @property
         def _submitit_command_str(self) -> str:
-            """What srun starts; submitit's would load a pickle."""
+            """Return the command that srun starts; submitit's own would load a pickle."""
             return f"{self.python} -u -m launch.job {shlex.quote(str(self.folder))}"
 
         def text(self) -> str:
@@ -95,14 +97,14 @@ def script(folder: Path, python: str, runs: int, parameters: dict[str, Any]) -> 
 
 
 def submit(text: str, folder: Path, starts: Sequence[Start]) -> list[str]:
-    """Submit one job, or one array; the id of the job of each start.
+    """Submit one job or one array, and return the job id of each start.
 
-    Files with the name of the submission in theirs may be left if it fails.
+    If it fails, files whose names contain the name of the submission may be left.
 
     Raises:
         RefusedError: sbatch failed.
-        RuntimeError: nobody can tell which job its answer names.
-        OSError: the file system refused; the job may be in the queue.
+        RuntimeError: sbatch's answer names no job.
+        OSError: a file cannot be written; the job may be in the queue.
     """
     unique = starts[0].submission
     noted = [folder / f"{unique}-{index}.json" for index in range(len(starts))]
@@ -124,15 +126,15 @@ def submit(text: str, folder: Path, starts: Sequence[Start]) -> list[str]:
 
 
 def start_file(folder: Path, job_id: str) -> Path:
-    """What the job with this id is to do."""
+    """Return the path of the file with the `Start` of a job."""
     return folder / f"{job_id}_start.json"
 
 
 def find_start(folder: Path, job_id: str) -> Start | None:
-    """Wait until the command has written what the job is to do; None if it does not.
+    """Wait until the command has recorded the `Start` of this job, and return it; None after WAIT_S.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     for _ in range(WAIT_S):
         if found := files.read_object(start_file(folder, job_id)):

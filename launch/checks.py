@@ -1,4 +1,4 @@
-"""Errors of a submission, found before anything is submitted."""
+"""Find errors of a submission before anything is submitted."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ LOCAL_FILE_SYSTEMS = {"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", 
 MIN_SIGNAL_DELAY_S, MAX_SIGNAL_DELAY_S = 1, 65_535
 # What Slurm interprets in the names of logs.
 EXPANDED = frozenset("%\\\n")
-# The numbers of GPUs in the record of a node: `gpu:a100:4(S:0-1)`, `gpu:2,shard:8`.
+# The number of GPUs in the record of a node: `gpu:a100:4(S:0-1)`, `gpu:2,shard:8`.
 GPUS = re.compile(r"\bgpu(?::[^:,(]+)?:(\d+)")
-# The least value of each option that is a whole number.
+# The minimum of each option that is a whole number.
 MINIMA = {
     "tasks_per_node": 1,
     "cpus_per_task": 1,
@@ -41,10 +41,10 @@ COLLECTIONS: dict[str, tuple[type, str]] = {
 
 
 def minutes(time: int | str) -> int:
-    """A time limit in whole minutes, rounded up as Slurm does.
+    """Return a time limit in whole minutes, rounded up as Slurm does.
 
     Raises:
-        ValueError: it is in none of Slurm's formats.
+        ValueError: the text has none of Slurm's formats.
     """
     match = TIME.fullmatch(str(time).strip())
     if match is None:
@@ -59,7 +59,7 @@ def minutes(time: int | str) -> int:
 
 
 def option_errors(options: SlurmOptions) -> list[str]:
-    """The errors that can be found without a cluster."""
+    """Return the errors that can be found without a cluster."""
     errors = [*_time_errors(options), *_node_errors(options)]
     for name, least in MINIMA.items():
         value = getattr(options, name)
@@ -83,7 +83,7 @@ def _node_errors(options: SlurmOptions) -> list[str]:
 
 
 def _time_errors(options: SlurmOptions) -> list[str]:
-    """The errors of the time limit and of the notice before it."""
+    """Return the errors of the time limit and of the signal before it."""
     delay, most, below = options.signal_delay_s, MAX_SIGNAL_DELAY_S, ""
     if options.time is not None:
         try:
@@ -99,7 +99,7 @@ def _time_errors(options: SlurmOptions) -> list[str]:
 
 
 def path_errors(run_dirs: list[Path]) -> list[str]:
-    """Run directories that Slurm and submitit would take for others: both replace %j and the like in paths of logs."""
+    """Refuse run directories with characters that Slurm and submitit expand in paths of logs, such as %j."""
     bad = next((path for path in map(Path.absolute, run_dirs) if set(str(path)) & EXPANDED), None)
     if bad is None:
         return []
@@ -109,7 +109,7 @@ def path_errors(run_dirs: list[Path]) -> list[str]:
 
 
 def cluster_errors(options: SlurmOptions, run_dirs: list[Path]) -> list[str]:
-    """The errors that Slurm would report only once the job is queued, if at all, or less plainly.
+    """Return the errors that Slurm would report late, less clearly or not at all.
 
     Raises:
         SchedulerError: Slurm does not answer.
@@ -131,7 +131,7 @@ def cluster_errors(options: SlurmOptions, run_dirs: list[Path]) -> list[str]:
 
 
 def default_partition(partitions: dict[str, dict[str, str]]) -> str | None:
-    """The partition of jobs that name none."""
+    """Return the partition of jobs that name none."""
     return next((name for name, row in partitions.items() if row.get("Default") == "YES"), None)
 
 
@@ -140,9 +140,12 @@ def _list(partitions: dict[str, dict[str, str]]) -> str:
 
 
 def _limit_errors(options: SlurmOptions, partition: dict[str, str]) -> list[str]:
-    """sbatch accepts a job that exceeds the partition's limits, and it then waits forever; a QOS may allow it."""
+    """Compare the options with the partition's limits, unless a QOS may lift them.
+
+    sbatch accepts a job that exceeds the limits, and the job then waits forever.
+    """
     errors, name, nodes = [], partition["PartitionName"], partition.get("TotalNodes", "")
-    if nodes.isdigit() and options.node_counts[0] > int(nodes):  # of a range, Slurm takes what there is
+    if nodes.isdigit() and options.node_counts[0] > int(nodes):  # of a range, Slurm takes the nodes that exist
         errors.append(f"launcher.nodes={options.nodes} exceeds the {nodes} nodes of partition {name!r}")
     most = _limit(partition, "MaxTime")
     if options.time is not None:
@@ -160,13 +163,13 @@ def _limit_errors(options: SlurmOptions, partition: dict[str, str]) -> list[str]
 
 
 def _limit(partition: dict[str, str], key: str) -> int | None:
-    """A time limit of a partition in minutes, None if it has none."""
+    """Return a time limit of a partition in minutes; None if it has none."""
     text = partition.get(key, "")
     return minutes(text) if text[:1].isdigit() else None
 
 
 def attempt_limit(options: SlurmOptions, partition: dict[str, str]) -> tuple[int | None, str]:
-    """The time limit of one attempt in minutes, None if there is none, and what sets it."""
+    """Return the time limit of one attempt in minutes (None: no limit), and where it is set."""
     if options.time is not None:
         return minutes(options.time), "launcher.time"
     for key in ("DefaultTime", "MaxTime"):
@@ -176,7 +179,7 @@ def attempt_limit(options: SlurmOptions, partition: dict[str, str]) -> tuple[int
 
 
 def _folder_errors(options: SlurmOptions, run_dirs: list[Path], partition: dict[str, str]) -> list[str]:
-    """Whether other machines can see the run directories, as far as this machine can tell."""
+    """Refuse run directories that, as far as this machine can tell, other machines cannot see."""
     if not options.check_folder or not run_dirs:
         return []
     parent = run_dirs[0].absolute().parent
@@ -197,7 +200,7 @@ def _folder_errors(options: SlurmOptions, run_dirs: list[Path], partition: dict[
 def start_errors(options: SlurmOptions) -> list[Finding]:
     """Find why no such job would ever start in the partition: it is not up, or no node has what the job needs.
 
-    sbatch refuses some of these, and lets others wait for ever; `sbatch --test-only` does not tell.
+    sbatch refuses some of these jobs and lets others wait forever. `sbatch --test-only` does not report them.
 
     Raises:
         SchedulerError: Slurm does not answer.
@@ -232,21 +235,22 @@ def start_errors(options: SlurmOptions) -> list[Finding]:
 
 
 def _megabytes(text: str | None) -> float:
-    """Read an amount of memory as sbatch does; 0 if there is none, or if it is for sbatch to refuse."""
+    """Read an amount of memory as sbatch does; 0 if there is none, or if sbatch will refuse it."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", str(text or 0).strip().upper())
     return float(found[1]) * 1024.0 ** ("KMGT".index(found[2] or "M") - 1) if found else 0.0
 
 
 def _chosen_partition(options: SlurmOptions, partitions: dict[str, dict[str, str]]) -> dict[str, str] | None:
-    """Find the job's partition, the first if it names several; None if it does not exist, see `cluster_errors`."""
+    """Find the job's partition, the first if it names several; None if missing (see `cluster_errors`)."""
     return partitions.get((options.partition or default_partition(partitions) or "").split(",")[0])
 
 
 def cluster_findings(options: SlurmOptions, save_s: float | None) -> list[Finding]:
-    """How a job would be asked to stop, and whether a save fits into the notice that it gets.
+    """Report how Slurm would ask a job to stop, and whether a save fits into the time after the signal.
 
     Args:
-        save_s: how long a save takes, in seconds, if known.
+        options: options of the job.
+        save_s: duration of a save in seconds; None if unknown.
 
     Raises:
         SchedulerError: Slurm does not answer.
@@ -286,7 +290,7 @@ def _preemption_findings(partition: dict[str, str], config: dict[str, str], save
 
 
 def _fits(save_s: float, notice_s: float, what: str, option: str | None) -> Finding:
-    """Whether a notice is twice as long as a save: the current step is finished first."""
+    """Check that the time after a signal is twice that of a save, since the current step is finished first."""
     text = f"a save takes {save_s:.1f} s, {what} is {notice_s:g} s"
     if notice_s >= 2 * save_s:
         return Finding("ok", text)
@@ -295,7 +299,7 @@ def _fits(save_s: float, notice_s: float, what: str, option: str | None) -> Find
 
 
 def file_system_of(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
-    """The type of the file system that holds `path` (or its nearest parent that exists); None if unknown."""
+    """Return the type of the file system of `path`, or of its nearest existing parent; None if unknown."""
     real = next(each for each in (files.resolve(path), *files.resolve(path).parents) if files.exists(each))
     best: tuple[int, str] | None = None
     for line in (files.read_small(mounts) or "").splitlines():

@@ -1,4 +1,4 @@
-"""Tables of runs on a terminal."""
+"""Show tables of runs on a terminal."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ REFRESH_S = 2.0
 
 
 def console() -> Console:
-    """Return a console as wide as the terminal; wide enough for whole names where there is none."""
+    """Return a console as wide as the terminal, or wide enough for complete names without a terminal."""
     return Console() if sys.stdout.isatty() else Console(width=1000)
 
 
 def show_submitted(rows: list[tuple[Path, str]], console: Console) -> None:
-    """Print a line per run: its name, its job id, its directory; and how to see, read and cancel runs."""
+    """Print the name, job id and directory of each run, and the commands to see, read and cancel them."""
     table = Table("run", "job", Column("folder", overflow="fold"), box=None, pad_edge=False)
     for run_dir, job_id in rows:
         table.add_row(run_dir.name, job_id, str(run_dir))
@@ -51,8 +51,8 @@ def follow(
 ) -> None:
     """Show the state of each run, as `states` returns it, until all are over (see `is_over`).
 
-    A table that is refreshed, and with `transient` removed at the end; where there is no terminal, a line for each
-    change, and the table at the end.
+    On a terminal, show a table that is refreshed, and removed at the end if `transient`. Without a terminal, print a
+    line per change, and the table at the end.
     """
     if not console.is_terminal:
         _follow_in_lines(run_dirs, states, console, every_s)
@@ -84,12 +84,12 @@ def _follow_in_lines(
 
 
 def is_over(state: str) -> bool:
-    """Whether a run in `state` will do nothing more by itself."""
+    """Return whether a run in `state` has stopped for good, until a command starts it."""
     return state not in ("waiting", "running", *IN_QUEUE)
 
 
 def state_of(run_dir: Path, job: JobInfo | None) -> str:
-    """Tell in one word what a run is doing; `waiting` as long as the file system does not tell."""
+    """Return the state of a run in one word; `waiting` while the file system does not answer."""
     try:
         return look(RunDir(run_dir), job).word
     except (OSError, ValueError):
@@ -97,7 +97,7 @@ def state_of(run_dir: Path, job: JobInfo | None) -> str:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """The run's last recorded state; empty if it cannot be read at the moment."""
+    """Return the run's last recorded state; empty if it cannot be read at the moment."""
     try:
         return files.read_object(RunDir(run_dir).status)
     except OSError:

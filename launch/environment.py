@@ -1,4 +1,4 @@
-"""The environment of a job's processes, where a site or a user lets jobs start without that of the command."""
+"""Check and set the environment of a job's processes, which may not be that of the command."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ IMPORT_TIMEOUT_S = 120
 
 
 def environment_lines() -> list[str]:
-    """Lines of the batch script that give srun's tasks the environment of the batch script.
+    """Return lines of the batch script that pass its environment to srun's tasks.
 
-    With SBATCH_EXPORT=NONE, a common default of sites, they would get none, not even the variables that Slurm sets. The
-    search path of this command is kept, too: the job has to find the same modules.
+    With SBATCH_EXPORT=NONE, a common default of sites, the tasks would get no variables, not even Slurm's. The lines
+    also keep the search path of this command, so that the job finds the same modules.
     """
     lines = ["export SLURM_EXPORT_ENV=ALL"]
     if path := processes.environment.get("PYTHONPATH"):
@@ -30,11 +30,11 @@ def environment_lines() -> list[str]:
 
 
 def examine_environment(export: str, python: str) -> Finding:
-    """Whether a job that is submitted with --export=`export` finds its modules: tried here, in such an environment.
+    """Start Python in the environment of a job submitted with --export=`export`: does it find its modules?
 
     Args:
         export: ALL, NIL, NONE, or a list of variables.
-        python: the command that starts Python, as the shell reads it.
+        python: command that starts Python, quoted for the shell.
     """
     if "ALL" in export.split(","):
         return Finding("ok", "environment: jobs get that of the command (--export=ALL)")

@@ -1,6 +1,6 @@
-"""Inside a Slurm job: the entry point that is submitted, and what an attempt may ask its job (`runner.contracts.Job`).
+"""Start an attempt inside a Slurm job, and let it query its job (`runner.contracts.Job`).
 
-Slurm asks a job to stop by signals, and one signal means different things: the state of the job decides (see
+Slurm asks a job to stop by signals. The same signal has several meanings, so the state of the job decides (see
 `launch.requeue`).
 """
 
@@ -25,8 +25,8 @@ from runner.rundir.paths import RunDir
 from runner.system import files, processes, signals
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-LAUNCHER = "launch.slurm.SlurmLauncher"  # whose jobs these are; imported there, and not here
-# States of a node that has lost its jobs, see scontrol(1); "*" after the state: it does not respond.
+LAUNCHER = "launch.slurm.SlurmLauncher"  # the launcher of these jobs, by name: this module does not import it
+# States of a node that has lost its jobs, see scontrol(1). A "*" after the state: the node does not respond.
 LOST_NODE = {"DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "REBOOT_ISSUED"}
 
 
@@ -43,11 +43,11 @@ def start(
     Args:
         run_dir: the run directory; everything else is read from it.
         attempt: `module:function`, called as `function(run_dir, job=job)`.
-        submission: the name of the submission that the job is of.
-        max_timeouts: time limits in a row without a new checkpoint after which the run stops; None: they count as
-            other attempts without progress do.
-        requeue_killed: whether the batch script requeues the job if no rank decides how it ends.
-        notice_s: how long before its time limit the job is signalled; None: nobody knows.
+        submission: name of the job's submission.
+        max_timeouts: number of time limits in a row without a new checkpoint after which the run stops. None: they
+            count like other attempts without progress.
+        requeue_killed: whether the batch script requeues the job if no rank decided how it ends.
+        notice_s: seconds from the signal to the time limit; None if unknown.
     """
     named = processes.environment.get(requeue.SUBMISSION) or submission
     job = SlurmJob(max_timeouts, requeue_killed, named, notice_s)
@@ -55,17 +55,17 @@ def start(
     module, _, name = attempt.partition(":")
     try:
         if submission not in (None, named):
-            job.yield_verdict("the file that was found is of an earlier job with this id")  # the right one is to come
+            job.yield_verdict("the file that was found is of an earlier job with this id")  # the right file will follow
             sys.exit(ExitStatus.FAILED)
         if job.is_of_another(RunDir(Path(run_dir))):
-            with suppress(OSError):  # the log is on a full disk, say
+            with suppress(OSError):  # for example, the log is on a full disk
                 print(f"[launch] {run_dir}/job.json names another job: this one ends, and requeues nothing", flush=True)
             sys.exit(ExitStatus.SUPERSEDED)
         try:
             rendezvous.export()
             make_attempt = getattr(importlib.import_module(module), name)
         except Exception as error:
-            job.yield_verdict(f"{type(error).__name__}: {error}")  # the environment may be whole at the next start
+            job.yield_verdict(f"{type(error).__name__}: {error}")  # the environment may work at the next start
             raise
         sys.exit(make_attempt(Path(run_dir), job=job))
     finally:
@@ -73,7 +73,7 @@ def start(
 
 
 def main(folder: str) -> NoReturn:
-    """What the batch script starts in each task, `python -m launch.job FOLDER`: do what this job was submitted for."""
+    """Start the attempt of this job: the entry point of each task, `python -m launch.job FOLDER`."""
     processes.environment[batch.FOLDER] = folder
     try:
         batch.check_folder(Path(folder))
@@ -86,13 +86,13 @@ def main(folder: str) -> NoReturn:
 
 
 def own_id() -> str:
-    """The id of this process's job; of a task of an array the form by which it is requeued."""
+    """Return the id of this process's job; for a task of an array, `ARRAY_TASK`, which requeues that task."""
     array, task = processes.environment.get("SLURM_ARRAY_JOB_ID"), processes.environment.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array else processes.environment["SLURM_JOB_ID"]
 
 
 class SlurmJob:
-    """The job that this process runs in."""
+    """The Slurm job of this process (a `runner.contracts.Job`)."""
 
     auto_restarts = True
 
@@ -110,7 +110,7 @@ class SlurmJob:
         self.restart_count = rendezvous.restart_count()
         self.job_id = own_id()
         self._requeuer = requeue.Requeuer(self.job_id, self.restart_count, submission, notice_s)
-        self._has_verdict = True  # the end of this process decides how the job ends
+        self._has_verdict = True  # whether this process's exit decides how the job ends
         folder = Path(processes.environment.get(batch.FOLDER, os.devnull))
         mark = requeue.mark(self.job_id, submission)
         self._starts = requeue.starts_file(folder, mark)
@@ -120,8 +120,8 @@ class SlurmJob:
             self._was_killed = requeue.failed_starts(self._starts)[0] > 0
 
     def is_of_another(self, run: RunDir) -> bool:
-        """Whether the run has another job: the command of this one was suspended while another one submitted it."""
-        with suppress(OSError):  # what works on the run finds out
+        """Return whether the run has another job: its command was suspended while another one submitted it."""
+        with suppress(OSError):  # the attempt will find the error
             return self.submission is not None and not submission.is_named(run, self.submission)
         return False
 
@@ -129,13 +129,16 @@ class SlurmJob:
         """Remember the first signal that asks this job to stop, until the attempt installs its own handlers."""
         for signum in set(STOP_SIGNALS) & set(signals.handled()):
             signal.signal(signum, self._on_signal)
-        signal.signal(signal.SIGCONT, signal.SIG_DFL)  # comes with every SIGTERM and means nothing
+        signal.signal(signal.SIGCONT, signal.SIG_DFL)  # comes with every SIGTERM, without a meaning
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self.early_signal = self.early_signal or signum
 
     def identity(self) -> dict[str, Any]:
-        """job_id, submission, restart_count, host, node (its name in Slurm), number of nodes, launcher and job_name.
+        """Return the ids of the job and its place: host, node name in Slurm, number of nodes, launcher, job name.
+
+        The keys are job_id, submission, restart_count, host, node, launcher, job_name and nodes. launcher and job_name
+        identify the job if the command that submitted it was killed before it recorded the job.
 
         The last two tell which job it is where the command that submitted it was killed before it recorded that.
         """
@@ -151,7 +154,7 @@ class SlurmJob:
         }
 
     def began(self) -> float:
-        """When the batch script of this start began, on `clock.monotonic`; on another machine, this process."""
+        """Return when the batch script of this start began (another machine: this process), on `clock.monotonic`."""
         boot, _, seconds = processes.environment.get(requeue.BATCH_BEGAN, "").partition(" ")
         with suppress(ValueError):
             if boot and boot == processes.boot_id() and float(seconds) >= 0:
@@ -159,13 +162,13 @@ class SlurmJob:
         return processes.began()
 
     def waited(self) -> dict[str, float]:
-        """How long this job waited before it was started this time, by Slurm's clock.
+        """Return how long this job waited before this start, in seconds of Slurm's clock.
 
-        `hold_s`: held back, by its user, by a dependency, or for two minutes after a requeue. `queue_s`: waiting for
-        nodes. Empty if Slurm does not answer.
+        `hold_s`: held by its user, by a dependency, or for two minutes after a requeue. `queue_s`: waiting for nodes.
+        Empty if Slurm does not answer.
 
-        If the job was preempted before there was a process to get the signal, this one gets it now: with
-        PreemptMode=CANCEL nobody would requeue the job.
+        If the job was preempted before this process existed, send the process SIGTERM now: with PreemptMode=CANCEL
+        nothing else would requeue the job.
         """
         try:
             record = self._requeuer.record()
@@ -178,19 +181,18 @@ class SlurmJob:
         return {"hold_s": max(hold, 0.0), "queue_s": max(queue, 0.0)}
 
     def on_started(self) -> None:
-        """From here on attempts without progress are counted, instead of starts that fail before an attempt began."""
+        """Reset the count of failed starts. From here on, attempts without progress are counted."""
         with suppress(OSError):
             requeue.note_failed_starts(self._starts, 0)
 
     def cause(self, signum: int) -> str:
-        """Why `signum` came: preempted, time limit, cancelled, requeued, node failure or interrupted."""
+        """Return why `signum` came: preempted, time limit, cancelled, requeued, node failure or interrupted."""
         return self._requeuer.cause(signum)
 
     def cause_of_loss(self, record: dict[str, Any]) -> str:
-        """How an attempt ended that did not record its end: "node failure", "requeued" or "killed".
+        """Return how an attempt without a recorded end ended: "node failure", "requeued" or "killed".
 
-        Slurm restarts a job without a signal if its node is lost, and also if somebody requeues it while it is
-        suspended.
+        Slurm restarts a job without a signal if its node is lost, or if somebody requeues it while it is suspended.
         """
         mine = {"job_id": self.job_id, "submission": self.submission}
         restarted = is_same_job(record, mine) and record.get("restart_count", 0) < self.restart_count
@@ -199,7 +201,7 @@ class SlurmJob:
         return "node failure" if _node_was_lost(record) else "requeued"
 
     def requeue_if_needed(self, cause: str) -> str:
-        """Requeue the job if `cause` requires it, and return only then; the final cause."""
+        """Requeue the job if `cause` requires it, wait until that is done, and return the final cause."""
         final = self._requeuer.requeue(cause)
         if final is None:  # the batch script requeues it
             self.yield_verdict()
@@ -207,7 +209,10 @@ class SlurmJob:
         return final
 
     def yield_verdict(self, reason: str | None = None) -> bool:
-        """Let another rank or the batch script decide how this job ends, rather than this process's exit."""
+        """Let another rank or the batch script decide how this job ends, not this process's exit.
+
+        Return whether the batch script requeues a job that no rank has ended.
+        """
         self._has_verdict = False
         if reason is not None:
             with suppress(OSError):
@@ -215,14 +220,14 @@ class SlurmJob:
         return self._requeue_killed
 
     def record_verdict(self) -> None:
-        """Tell the batch script that this process decides how the job ends, unless it yielded that."""
+        """Record for the batch script that this process decides how the job ends, unless it yielded that."""
         if self._has_verdict:
             with suppress(OSError):
                 files.touch(self._verdict)
 
 
 def _node_was_lost(record: dict[str, Any]) -> bool:
-    """Whether the node of an earlier attempt was lost since that began; also if nothing is known about it."""
+    """Return whether the node of an earlier attempt was lost since the attempt began, or nothing is known of it."""
     try:
         (node,) = scheduler.show_nodes(str(record["node"])) if record.get("node") else [{}]
         began = datetime.fromtimestamp(record["started"], UTC).strftime("%Y-%m-%dT%H:%M:%S")

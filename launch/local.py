@@ -1,4 +1,4 @@
-"""Runs as processes of this machine."""
+"""Start runs as processes of this machine."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from runner.system import clock, files, processes, signals
 POLL_S = 0.2
 TRAINING = "runner.training.attempt:attempt"
 TAIL = 4096
-"""Bytes at the end of a log that are read."""
+"""How many bytes at the end of a log are read."""
 SLOT = "runner.cli.start.slot:slot"  # of a search, which prints its own table
 
 
 @dataclass
 class LocalLauncher:
-    """Runs runs here (a `runner.contracts.Launcher`). The options are explained in conf/launcher/local.yaml."""
+    """Start runs on this machine (a `runner.contracts.Launcher`); see conf/launcher/local.yaml for the options."""
 
     in_process: ClassVar[bool] = True
     wait: ClassVar[bool] = False  # `launch` itself waits
@@ -43,19 +43,19 @@ class LocalLauncher:
 
     @property
     def parallel(self) -> int:
-        """As launcher.slots says."""
+        """Return launcher.slots."""
         return self.slots
 
     def command_for(self, attempt: str = TRAINING) -> list[str]:
-        """The command that makes an attempt in a directory, its last argument."""
+        """Return the command that makes an attempt; the run directory is appended to it."""
         return self.command or [sys.executable, "-m", attempt.partition(":")[0]]
 
     def rank_counts(self) -> RankCounts:
-        """Those that launcher.ranks allows."""
+        """Return the numbers of ranks that launcher.ranks allows."""
         return RankCounts(ranges.parse("launcher.ranks", self.ranks), f"launcher.ranks={self.ranks}")
 
     def check(self, run_dirs: list[Path]) -> list[str]:
-        """The errors of the options."""
+        """Return the errors of the options."""
         errors = []
         if not isinstance(self.slots, int) or self.slots < 1:
             errors.append(f"launcher.slots={self.slots!r} must be a whole number, 1 or more")
@@ -83,17 +83,17 @@ class LocalLauncher:
         return []
 
     def visible(self) -> list[str]:
-        """The GPUs to use."""
+        """Return the GPUs to use."""
         return visible_gpus() if self.gpus is None else [str(gpu) for gpu in self.gpus]
 
     def ranks_for(self, slots: int) -> int:
-        """How many ranks each of `slots` runs at a time gets: as many as are free, within launcher.ranks."""
+        """Return the ranks of each of `slots` runs at a time: as many as are free, within launcher.ranks."""
         counts = self.rank_counts().counts
         free = (len(self.visible()) or processes.cores()) // slots
         return min(max(free, counts[0]), counts[-1])
 
     def examine(self, save_s: float | None) -> list[Finding]:
-        """Whether the ranks and the runs of a sweep would share GPUs."""
+        """Report whether ranks or runs of a sweep would share GPUs."""
         gpus, ranks = self.visible(), self.ranks_for(self.slots)
         used = self.slots * ranks
         if gpus and used > len(gpus):
@@ -104,26 +104,26 @@ class LocalLauncher:
         return [Finding("ok", f"runs on this machine, {self.slots} at a time{each}, {len(gpus) or 'no'} GPUs")]
 
     def preview(self, run_dirs: list[Path]) -> str:
-        """The commands, one per run; with several ranks, what would do the same by torchrun."""
+        """Return the command of each run; for several ranks, the equivalent torchrun command."""
         python, *rest = self.command_for()
         ranks = self.ranks_for(min(self.slots, len(run_dirs)))
         several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         return "\n".join(shlex.join([python, *several, *rest, str(run_dir)]) for run_dir in run_dirs)
 
     def cancel(self, run_dirs: list[Path]) -> dict[Path, str]:
-        """Return nothing: there is no scheduler. The command signals the process that trains."""
+        """Return nothing: there is no scheduler. `runner cancel` signals the process that trains."""
         return {}
 
     def jobs(self, run_dirs: list[Path]) -> dict[Path, JobInfo]:
-        """None: there is no scheduler. A live run holds the lease of its directory."""
+        """Return nothing: there is no scheduler. A live run holds the lease of its directory."""
         return {}
 
     def launch(self, run_dirs: list[Path], attempt: str, guards: Sequence[files.Guard] = ()) -> int:
-        """Run the runs as processes, `slots` at a time; the first exit status that is not 0, else 0.
+        """Run `slots` runs at a time as processes; return the first exit status that is not 0, else 0.
 
-        A run that fails does not affect the others. Ctrl-C, SIGTERM and a closed terminal are forwarded: the runs save
-        and exit, and no further one starts. Each attempt acquires its own lease. One run with launcher.ranks uses this
-        terminal, as a run in this process does.
+        A run that fails does not affect the others. Ctrl-C, SIGTERM and SIGHUP are forwarded: the runs save and exit,
+        and no further run starts. Each attempt acquires its lease. A single run with launcher.ranks writes to this
+        terminal, like a run in this process.
         """
         if self.dry_run:
             print(self.preview(run_dirs))
@@ -147,12 +147,12 @@ class LocalLauncher:
         return next((status for status in statuses if status), 0)
 
     def follow(self, run_dirs: list[Path]) -> int:
-        """Nothing to do: `launch` returns once the runs are over."""
+        """Do nothing: `launch` returns when the runs are over."""
         return 0
 
 
 def _last_error(log: Path) -> str | None:
-    """Return the error in the last line of a log, for what fails before it can record why."""
+    """Return the error in the last line of a log, for a process that failed before it could record why."""
     with suppress(OSError), files.open_regular(log) as file:
         file.seek(max(0, files.size_of(file.fileno()) - TAIL))
         *_, last = ["", *file.read().decode(errors="replace").splitlines()]
@@ -161,14 +161,15 @@ def _last_error(log: Path) -> str | None:
 
 
 class Sweep:
-    """Runs as processes of this machine.
+    """Several runs as processes of this machine.
 
     Args:
-        launcher: its options.
-        run_dirs: of the runs.
-        command: makes an attempt in a directory; None: at a run.
-        alone: it is one run, whose rank 0 writes to this terminal; else a table is shown, and each run has a log.
-        brief: show the table on a terminal only, and until they are over.
+        launcher: its options apply.
+        run_dirs: directories of the runs.
+        command: makes an attempt in the directory appended to it; None: an attempt to train.
+        alone: whether this is one run, whose rank 0 writes to this terminal. Otherwise each run has a log and a table
+            is shown.
+        brief: show the table only on a terminal, and remove it at the end.
     """
 
     def __init__(
@@ -193,10 +194,10 @@ class Sweep:
         self._stopping = False
         self._received: list[int] = []  # signals that are not forwarded yet
         self._interrupts = 0
-        self.losses: dict[Path, list[str]] = {}  # a sentence for each rank that did not end by itself
+        self.losses: dict[Path, list[str]] = {}  # a sentence for each rank that a signal ended
 
     def run(self) -> list[int]:
-        """The exit status of every run, in their order; INTERRUPTED for one that was not started any more."""
+        """Return the exit status of every run, in order; INTERRUPTED for a run that was not started."""
         # The runs save and exit at the first signal, and exit at once at a second Ctrl-C.
         with signals.received_by(self._receive):
             try:
@@ -212,7 +213,7 @@ class Sweep:
         return [self._statuses.get(run_dir, int(ExitStatus.INTERRUPTED)) for run_dir in self._run_dirs]
 
     def _step(self) -> dict[Path, str]:
-        """Forward signals, note which runs have ended, fill the free slots; the state of every run."""
+        """Forward signals, note which runs have ended, fill the free slots, and return the state of every run."""
         self._forward_signals()
         for slot, (run_dir, attempt) in list(self._running.items()):
             status = attempt.poll()
@@ -241,7 +242,7 @@ class Sweep:
         return RankProcesses(self._command, run, self._ranks, self._environment(slot), log)
 
     def _environment(self, slot: int) -> dict[str, str]:
-        """One GPU per rank (shared if there are more ranks than GPUs), and an equal part of the cores."""
+        """Return an environment with one GPU per rank (shared if there are too few) and an equal share of the cores."""
         environment = dict(processes.environment)
         if self._gpus or self._chosen:
             first, count = slot * self._ranks, min(self._ranks, len(self._gpus))
@@ -252,10 +253,10 @@ class Sweep:
         return environment
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
-        """Only note the signal: it may come while a run is being started."""
+        """Note the signal and do no more: it may come while a run is being started."""
         if signum == signal.SIGINT:
             self._interrupts += 1
-            signals.announce(self._interrupts)  # for all the runs, which are quiet
+            signals.announce(self._interrupts)  # once, for all the runs
         self._stopping = True
         self._received.append(signum)
 
@@ -267,7 +268,7 @@ class Sweep:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES would name them. Imports no torch."""
+    """Return the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES, without importing torch."""
     visible = processes.environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [gpu for gpu in visible.split(",") if gpu.strip()]

@@ -1,9 +1,9 @@
-"""Jobs that take what they get: with `launcher.nodes=1-4` each start has the nodes that are free at that moment.
+"""Jobs of varying size: with `launcher.nodes=1-4` each start gets the nodes that are free at that moment.
 
-Slurm takes the number of tasks that a job is submitted with for a limit: a job with `--nodes=1-4 --ntasks-per-node=1`
-counts as one task, and never gets a second node. And with more tasks per node, Slurm remembers at a requeue how many
-tasks the last start had, and waits for as many nodes. So the submission requests CPUs and GPUs per node and no tasks,
-and the batch script tells srun how many to start on the nodes that the job has got.
+Slurm treats the number of tasks of a submission as a limit. A job with `--nodes=1-4 --ntasks-per-node=1` counts as one
+task and never gets a second node. With more tasks per node, Slurm remembers at a requeue how many tasks the last start
+had, and waits for as many nodes. So the submission requests CPUs and GPUs per node and no tasks. The batch script
+passes srun the number of tasks for the nodes that the job has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TASKS = {"n", "ntasks", "ntasks_per_node", "tasks_per_node", "ntasks_per_gpu", "
 
 
 def errors(options: SlurmOptions) -> list[str]:
-    """Options that would keep a job of several sizes from getting another one."""
+    """Return errors for options that would fix the size of a job whose size may vary."""
     named = {str(key).lstrip("-"): key for key in options.additional}
     return [
         f"launcher.nodes={options.nodes}: launcher.additional.{key} would fix the number of tasks, and so that of the "
@@ -28,7 +28,7 @@ def errors(options: SlurmOptions) -> list[str]:
 
 
 def submission_options(options: SlurmOptions) -> dict[str, Any]:
-    """The options of sbatch that take the place of nodes, tasks per node and GPUs per task; none for one size."""
+    """Return sbatch options that replace nodes, tasks per node and GPUs per task; none for a fixed size."""
     if not options.is_elastic:
         return {}
     nodes, tasks, gpus = options.node_counts, options.tasks_per_node, options.gpus_per_task
@@ -40,9 +40,9 @@ def submission_options(options: SlurmOptions) -> dict[str, Any]:
 
 
 def script_lines(options: SlurmOptions) -> list[str]:
-    """Lines of the batch script that tell srun how many tasks to start; none for one size.
+    """Return lines of the batch script that set the number of tasks for srun; none for a fixed size.
 
-    srun reads the variables, and passes those of the GPUs on to its tasks.
+    srun reads the variables, and passes those of the GPUs to its tasks.
     """
     if not options.is_elastic:
         return []

@@ -1,4 +1,4 @@
-"""The options of a Slurm job: the keys of conf/launcher/slurm.yaml, which explains them."""
+"""The options of a Slurm job: the keys of conf/launcher/slurm.yaml, which documents them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from launch import ranges
 
 @dataclass
 class SlurmOptions:
-    """What conf/launcher/slurm.yaml sets; None leaves an option to Slurm."""
+    """The settings of conf/launcher/slurm.yaml. None leaves an option to Slurm."""
 
     partition: str | None = None
     time: int | str | None = None
@@ -47,12 +47,12 @@ class SlurmOptions:
 
     @property
     def parallel(self) -> int:
-        """As launcher.array_parallelism says."""
+        """Return launcher.array_parallelism."""
         return self.array_parallelism
 
     @property
     def node_counts(self) -> range:
-        """The numbers of nodes that a start of the job may have, in ascending order.
+        """Return the numbers of nodes that a start of the job may have, in ascending order.
 
         Raises:
             UserError: launcher.nodes is neither a number nor a range.
@@ -61,10 +61,10 @@ class SlurmOptions:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether each start takes the nodes that are free, within a range."""
+        """Return whether each start takes the nodes that are free, within a range."""
         return len(self.node_counts) > 1
 
     @property
     def tasks(self) -> int:
-        """The number of ranks; the largest, if it may vary."""
+        """Return the number of ranks; the largest number if it may vary."""
         return self.node_counts[-1] * self.tasks_per_node

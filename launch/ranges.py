@@ -1,7 +1,7 @@
-"""Options of a launcher that are a number, or a range of which each start takes what is free: `3`, `"3"`, `"1-4"`.
+"""Parse launcher options that are a number, or a range from which each start takes what is free: `3`, `"1-4"`.
 
-A range of nodes or ranks means that the number of ranks may change between attempts. What the run's config must then
-be like is checked by the command, which asks the launcher for its `runner.contracts.RankCounts`.
+A range of nodes or ranks lets the number of ranks change between attempts. The command checks that the run's config
+allows this. It asks the launcher for its `runner.contracts.RankCounts`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ LARGEST = 2**20
 
 
 def parse(key: str, value: Any) -> range:
-    """The numbers that an option allows, in ascending order; one number for `3` or `"3"`.
+    """Return the numbers that an option allows, in ascending order; one number for `3` or `"3"`.
 
     Args:
         key: the option, such as `launcher.nodes`.
-        value: as the config has it.
+        value: of the option in the config.
 
     Raises:
-        UserError: it is neither a whole number from 1 to 2**20, nor `first-last` with two of them in this order.
+        UserError: the value is neither a whole number from 1 to 2**20, nor `first-last` with two of them in ascending
+            order.
     """
-    # What YAML and Hydra make of 3, "3" and 1-4; True is an int, too.
+    # YAML and Hydra parse 3 and "3" and 1-4 to an int or a string. True is an int as well.
     text = str(value).strip() if isinstance(value, int | str) and not isinstance(value, bool) else ""
     found = re.fullmatch(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", text, re.ASCII)
     if found is not None:

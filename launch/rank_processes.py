@@ -1,7 +1,7 @@
-"""The ranks of one attempt as processes of this machine, with the environment that torchrun would set.
+"""Run the ranks of one attempt as processes of this machine, with the environment that torchrun would set.
 
-They end with the command that started them, even if that is killed: the kernel sees to it
-(`processes.end_with_parent`). When one of them is lost, the others notice by themselves and close the run's records.
+The kernel ends them with the command that started them, even if that is killed (`processes.end_with_parent`). When a
+rank is lost, the others notice it and close the run's records.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from runner.errors import ExitStatus
 from runner.rundir.paths import RunDir
 from runner.system import clock, files, processes, signals
 
-# How long ranks that are still there may take. After another one has failed, to notice that (within
+# How long the remaining ranks may take to exit. After another rank has failed: to notice that (within
 # train.peer_timeout_s, 60 s by default), to close the records and to exit.
 GRACE_S = 90.0
-# After rank 0 has ended, which ends last but for a moment.
+# After rank 0 has ended, which is normally the last to end.
 AFTER_RANK_0_S = 30.0
-# After rank 0 was lost: nobody is left to write anything.
+# After rank 0 was lost: no other rank writes records.
 WITHOUT_RANK_0_S = 1.0
 STDERR = 2  # the file descriptor
-LAST_OUTPUT_S = 2.0  # for what a rank wrote at its end; a process that it left behind may keep its output open
+LAST_OUTPUT_S = 2.0  # to copy the last output of a rank; a child that outlives it may keep the pipe open
 
 
 class RankProcesses:
-    """The processes of one attempt, one for each rank; one process without ranks is an attempt as well.
+    """The processes of one attempt, one per rank. An attempt without ranks is one process.
 
     Args:
         command: makes an attempt at the run whose directory is its last argument.
         run: the run.
         count: how many ranks.
-        environment: of every rank, to which the variables of its rank are added.
-        log: file that rank 0 writes to, and the others their errors; None: as this process, to a terminal usually.
-            All output of the others goes to a file of theirs.
-        grace_s: how long the ranks may take to end after one has failed.
+        environment: shared by all ranks; the variables of each rank are added to it.
+        log: file for the output of rank 0 and the errors of the other ranks. None: the output of this process, usually
+            a terminal. Each other rank has a file for all its output.
+        grace_s: seconds that the ranks may take to exit after one has failed.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RankProcesses:
         self._run = run
         self._log = log
         self._grace_s = grace_s
-        self._since: dict[float, float] = {}  # a time to end within -> since when it runs
+        self._since: dict[float, float] = {}  # seconds to exit within -> when they began
         self._interrupted = False
         self._killed: set[int] = set()
         self._copying: list[threading.Thread] = []
@@ -75,9 +75,9 @@ class RankProcesses:
         log = self._log if rank == 0 else self._run.rank_log(rank)
         with ExitStack() as opened:
             output = None if log is None else opened.enter_context(files.open_append(log))
-            # A signal that comes before a rank can handle it waits until it can.
+            # A signal waits until the rank can handle it.
             with signals.blocked():
-                # A session of its own: a Ctrl-C at the terminal reaches a rank through `send` alone, once.
+                # Start the rank in a new session, so that a Ctrl-C at the terminal reaches it only once, by `send`.
                 started = processes.start(
                     command,
                     env=processes.bound(environment),
@@ -93,7 +93,7 @@ class RankProcesses:
             self._copying.append(copying)
 
     def _copy_errors(self, rank: int, errors: IO[bytes]) -> None:
-        """What a rank writes to standard error goes to its log and to where rank 0 writes."""
+        """Copy a rank's standard error to its log and to the output of rank 0."""
         with ExitStack() as opened:
             own = opened.enter_context(files.open_append(self._run.rank_log(rank))).fileno()
             shown = STDERR if self._log is None else opened.enter_context(files.open_append(self._log)).fileno()
@@ -103,15 +103,15 @@ class RankProcesses:
                         files.write_all(fd, line)
 
     def send(self, signum: int) -> None:
-        """Pass a signal on to every rank: they save and exit; after a second Ctrl-C they are gone at once."""
+        """Forward a signal to every rank, which saves and exits. Kill the ranks at a second Ctrl-C."""
         if signum == signal.SIGINT and self._interrupted:
             self.kill()
         self._interrupted = self._interrupted or signum == signal.SIGINT
         for process in self._processes:
-            process.send_signal(signum)  # nothing if it has ended
+            process.send_signal(signum)  # does nothing if it has ended
 
     def poll(self) -> int | None:
-        """The exit status once every rank has ended: that of rank 0, as a shell reports it. None: there is one left."""
+        """Return the exit status of rank 0 as a shell reports it, once every rank has ended; None until then."""
         ended = [process.poll() for process in self._processes]
         if all(status is not None for status in ended):
             for thread in self._copying:
@@ -122,7 +122,7 @@ class RankProcesses:
         return None
 
     def _kill_late(self, ended: Sequence[int | None]) -> None:
-        """Kill the ranks that take too long to follow those that have `ended` with these statuses."""
+        """Kill the ranks that take too long to exit after those that `ended` with these statuses."""
         now = clock.monotonic()
         if any(status not in (None, ExitStatus.FINISHED, ExitStatus.INTERRUPTED) for status in ended):
             self._since.setdefault(self._grace_s, now)
@@ -132,19 +132,19 @@ class RankProcesses:
             self.kill()
 
     def wait(self) -> None:
-        """Return once every rank has ended."""
+        """Wait until every rank has ended."""
         for process in self._processes:
             process.wait()
 
     def kill(self) -> None:
-        """Send SIGKILL to the ranks that are still there."""
+        """Send SIGKILL to the ranks that still run."""
         for rank, process in enumerate(self._processes):
             if process.poll() is None:
                 self._killed.add(rank)
                 process.kill()
 
     def losses(self) -> list[str]:
-        """A sentence for each rank that a signal ended."""
+        """Return a sentence for each rank that a signal ended."""
         found = []
         for rank, process in enumerate(self._processes):
             status = process.returncode
@@ -158,12 +158,12 @@ class RankProcesses:
 
 
 def _meeting_point(count: int) -> dict[str, str]:
-    """The environment that all ranks share: how many they are, and where they find each other."""
+    """Return the environment that all ranks share: their number, and where they connect."""
     return {
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(rendezvous.free_port()),
-        # Else gloo listens where the machine's name leads, which on a laptop may be nowhere.
+        # Otherwise gloo listens at the address of the machine's name, which may be wrong on a laptop.
         "GLOO_SOCKET_IFNAME": "lo",
     }

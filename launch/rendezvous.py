@@ -1,7 +1,7 @@
-"""How the ranks of a Slurm job find each other: the environment that torchrun would set, derived from Slurm's.
+"""Let the ranks of a Slurm job connect: derive the environment that torchrun would set from Slurm's.
 
 `python -m launch.rendezvous` prints a free port. The batch script runs it on the first node, where rank 0 will listen,
-so that all ranks are passed the same port.
+and passes the port to all ranks.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import zlib
 from launch import scheduler
 from runner.system import processes
 
-# Below the ports that the kernel hands out by itself.
+# Below the kernel's ephemeral ports.
 PORTS = range(12_000, 32_000)
 
 
 def export() -> None:
     """Set RANK, WORLD_SIZE and LOCAL_RANK, and MASTER_ADDR and MASTER_PORT unless the batch script has set them.
 
-    A port that the batch script did not choose follows from the job id and the restart count, the same on all ranks.
+    Without a port from the batch script, derive it from the job id and the restart count, which all ranks share.
     """
     environment = processes.environment
     environment["RANK"] = environment.get("SLURM_PROCID", "0")
-    # What srun has started: the job's own number of tasks need not be that of this start of it.
+    # The tasks that srun has started: the job's number of tasks may differ from that of this start.
     environment["WORLD_SIZE"] = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
     # With one GPU bound to each task, every rank sees only its own, as number 0.
     bound = environment.get("SLURM_GPUS_PER_TASK") == "1"
@@ -37,24 +37,24 @@ def export() -> None:
 
 
 def restart_count() -> int:
-    """How often Slurm has restarted this job."""
+    """Return how often Slurm has restarted this job."""
     return int(processes.environment.get("SLURM_RESTART_COUNT", "0"))
 
 
 def first_host() -> str:
-    """An address of the node that rank 0 runs on."""
+    """Return an address of the node of rank 0."""
     if processes.environment.get("SLURM_JOB_NUM_NODES", "1") == "1":
         return "127.0.0.1"
     try:
         host = scheduler.ask("scontrol", "show", "hostnames", processes.environment["SLURM_JOB_NODELIST"]).split()[0]
         socket.getaddrinfo(host, None)
-    except (OSError, KeyError, IndexError):  # the resolver need not know the nodes' names
+    except (OSError, KeyError, IndexError):  # the resolver may not know the nodes' names
         return processes.environment.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
     return host
 
 
 def free_port() -> int:
-    """A port of this machine on which nobody listens.
+    """Return a port of this machine on which nothing listens.
 
     Raises:
         OSError: all ports of `PORTS` are in use.

@@ -1,8 +1,8 @@
-"""Whether a job is requeued: the decisions, the loop that asks Slurm, and the batch script's part.
+"""Requeue a job: decide whether, ask Slurm until it is done, and write the batch script's part.
 
-Slurm never requeues a job that exits by itself, not even with status 0 during the grace time of a preemption: the run
-would be lost. A job that is asked to stop therefore requeues itself, and requeue.sh requeues a job whose ranks were
-killed. docs/slurm.md, "How requeueing decides", shows how the parts fit together.
+Slurm never requeues a job that exits, not even with status 0 during the grace time of a preemption: the run would be
+lost. A job that is asked to stop therefore requeues itself, and requeue.sh requeues a job whose ranks were killed.
+docs/slurm.md, "How requeueing decides", explains how these parts work together.
 """
 
 from __future__ import annotations
@@ -23,65 +23,70 @@ from launch import scheduler
 from runner.contracts import SLURM_NOT_RUNNING
 from runner.system import clock, files, processes
 
-# After these causes the job requeues itself: Slurm would let it end. "interrupted" is a SIGTERM to a running job
-# without a preemption (its node shuts down, say).
+# After these causes the job requeues itself, because Slurm would not. "interrupted" is a SIGTERM to a running job
+# without a preemption, for example because its node shuts down.
 REQUEUED_CAUSES = frozenset({"preempted", "time limit", "interrupted", "node failure"})
 # Slurm's reasons for ending a job whose node or batch script was lost; scancel sets none.
 LOST_REASONS = frozenset({"NodeDown", "JobLaunchFailure", "SystemFailure"})
-STATE_CHECKS, STATE_CHECK_PAUSE_S = 4, 0.5  # a signal may arrive before the state that explains it
-NOTICE_EARLY_S = 60.0  # Slurm looks that seldom, and signals early rather than late
+STATE_CHECKS, STATE_CHECK_PAUSE_S = 4, 0.5  # a signal may arrive before the job's state explains it
+NOTICE_EARLY_S = 60.0  # Slurm checks time limits this rarely, and signals early rather than late
 KILL_MARGIN_S = 5.0  # requeue this long before Slurm kills the job, whether or not the step and the save are done
 RETRY_S = 5.0  # pause between two requests to requeue
 MAX_REFUSALS = 12  # after an interruption, where Slurm is not about to kill the job
-MAX_FORGOTTEN = 12  # answers in a row, some seconds apart, that Slurm knows no such job: it has lost it
+MAX_FORGOTTEN = 12  # answers in a row, seconds apart, that no such job exists: Slurm has lost it
 
-# The batch script's part. It keeps asking for an hour: a controller that is away that long ends no job meanwhile.
+# The batch script keeps asking for an hour, so that no job is lost while the controller is away.
 SCRIPT = Path(__file__).with_name("requeue.sh")
 SCRIPT_TRIES, SCRIPT_PAUSE_S = 360, 10
-MAX_FAILED_STARTS = 3  # in a row, before an attempt could begin: the environment is broken
-GIVEN_UP = "not requeued: "  # what the batch script puts before the reason of the last failed start
-NOTE_BYTES = 1000  # of a file of failed starts, before the end of the line
+MAX_FAILED_STARTS = 3  # in a row, before an attempt could begin: then the environment is broken
+GIVEN_UP = "not requeued: "  # prefix of the batch script for the reason of the last failed start
+NOTE_BYTES = 1000  # size of the line in a file of failed starts, without its line break
 SUBMISSION = "REQUEUE_SUBMISSION"
-"""The variable in which the batch script passes on the name of the submission that it is of."""
+"""The environment variable in which the batch script passes the name of its submission."""
 BATCH_BEGAN = "RUNNER_BATCH_BEGAN"
-"""The variable in which the batch script passes on when it began: the boot of its machine, and the seconds since."""
+"""The environment variable with the time the batch script began: boot id of its machine, seconds since boot."""
 ARM_SCRIPT = "requeue_arm"
 """The line of the batch script after the user's setup: from here on, a job that fails may be requeued."""
 CHECK_SETUP, CHECKED_SETUP = "requeue_check_setup", "trap - ERR"
 """The lines around the user's setup: a command in it that fails ends the job."""
 
 Record = Mapping[str, str]
-"""A job as `scontrol show job` prints it; empty if Slurm did not answer."""
+"""The record of a job as `scontrol show job` prints it; empty if Slurm did not answer."""
 
 
 def mark(job_id: str, submission: str | None) -> str:
-    """How the names of a job's marker files begin: its id comes again, perhaps while a job that was lost works on."""
+    """Return the prefix of a job's marker files.
+
+    It contains the submission, because Slurm may reuse the id of a lost job that still works.
+    """
     return f"{job_id}.{submission}" if submission else job_id
 
 
 def verdict_file(folder: Path, mark: str, restart_count: int) -> Path:
-    """Exists once a rank has decided how this start of the job ends. A start that ends without it was killed.
+    """Return the path of a file that exists once a rank has decided how this start ends.
 
-    srun's exit status does not tell: it is 1 after a memory limit, too, and where srun could not start the ranks. Each
-    start has a file of its own, because a rank of an earlier one, on a node that was cut off, may write its own late.
+    A start that ends without the file was killed.
+
+    srun's exit status does not show this. It is 1 after a memory limit, too, and where srun could not start the ranks.
+    Each start has a separate file, because a rank of an earlier start, on a disconnected node, may write late.
     """
     return folder / f"{mark}.{restart_count}.verdict"
 
 
 def starts_file(folder: Path, mark: str) -> Path:
-    """One line of a fixed size: how many starts of the job failed in a row before an attempt could begin, and why.
+    """Return the path of the count of failed starts: in a row, before an attempt could begin, and why.
 
-    The batch script creates it at the first start. From then on it is only overwritten in place, which works on a full
-    disk as well, and a start that fails because of that must be counted.
+    The file has one line of a fixed size. The batch script creates it at the first start and later overwrites it in
+    place. That works on a full disk, where a start that fails must be counted as well.
     """
     return folder / f"{mark}.starts"
 
 
 def failed_starts(path: Path) -> tuple[int, str]:
-    """How many starts failed in a row, and why the last one did; 0 if there is no such file.
+    """Return how many starts failed in a row and why the last one did; 0 if there is no such file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     try:
         text = files.read_regular(path, limit=files.SMALL_BYTES, follow=True).decode(errors="replace")
@@ -92,10 +97,10 @@ def failed_starts(path: Path) -> tuple[int, str]:
 
 
 def note_failed_starts(path: Path, count: int, reason: str = "") -> None:
-    """Overwrite the file in place.
+    """Overwrite the count and reason of failed starts in place.
 
     Raises:
-        OSError: it does not exist, or cannot be written.
+        OSError: the file does not exist, or cannot be written.
     """
     shown = textwrap.shorten(reason, NOTE_BYTES - len(f"{count} {GIVEN_UP}"), placeholder=" ...")
     line = f"{count} {shown}".encode("ascii", "replace").ljust(NOTE_BYTES) + b"\n"
@@ -107,14 +112,14 @@ def note_failed_starts(path: Path, count: int, reason: str = "") -> None:
 
 
 def script_lines(folder: Path, requeue_killed: bool, submission: str = "") -> list[str]:
-    """requeue.sh and its parameters, for the batch script.
+    """Return requeue.sh and its parameters for the batch script.
 
-    It is copied, so that an upgrade of this package between a submission and a requeue does not change it.
+    requeue.sh is copied, so that an upgrade of this package between submission and requeue does not change it.
 
     Args:
-        folder: of the job's marker files.
-        requeue_killed: whether a job is requeued that no rank has ended.
-        submission: its name; empty in a script that is only shown.
+        folder: for the job's marker files.
+        requeue_killed: whether to requeue a job that no rank has ended.
+        submission: its name; empty in a preview.
     """
     parameters = {
         "FOLDER": folder,
@@ -132,27 +137,28 @@ def script_lines(folder: Path, requeue_killed: bool, submission: str = "") -> li
 
 
 def setup_lines(setup: Sequence[str]) -> list[str]:
-    """Return the user's setup for the batch script, with what ends the job if one of its commands fails."""
+    """Return the user's setup for the batch script, between lines that end the job if a command fails."""
     return [CHECK_SETUP, *setup, CHECKED_SETUP] if setup else []
 
 
 def is_running(job: Record) -> bool:
-    """Whether the job is anything but waiting, ending or over."""
+    """Return whether the job is in any state but waiting, ending or over."""
     return job.get("JobState", "COMPLETING") not in SLURM_NOT_RUNNING
 
 
 def ended_by(job: Record, restart_count: int) -> str | None:
-    """How Slurm has ended this start of the job; None while it runs, and if Slurm did not answer.
+    """Return how Slurm has ended this start of the job; None while it runs, and if Slurm did not answer.
 
     Args:
-        restart_count: how often the job had been restarted when this start of it began.
+        job: record of the job.
+        restart_count: how often the job had been restarted when this start began.
     """
-    if int(job.get("Restarts", "0")) > restart_count:  # it may even run again, elsewhere
+    if int(job.get("Restarts", "0")) > restart_count:  # the job may already run again on other nodes
         return "requeued"
     if not job or is_running(job):
         return None
     reason = job.get("Reason", "")
-    if reason == "TimeLimit":  # BeginTime and PartitionTimeLimit are reasons to wait
+    if reason == "TimeLimit":  # "BeginTime" and "PartitionTimeLimit" are reasons to wait
         return "time limit"
     if reason in LOST_REASONS:
         return "node failure"
@@ -160,7 +166,7 @@ def ended_by(job: Record, restart_count: int) -> str | None:
 
 
 def _ended_at_preemption(job: Record) -> bool:
-    """Whether Slurm cancelled the job to make room (PreemptMode=CANCEL without a grace time), in the same second.
+    """Return whether Slurm cancelled the job at the second of its preemption (CANCEL without a grace time).
 
     A job that is cancelled during its grace time has a preemption time as well, but ends later.
     """
@@ -169,13 +175,13 @@ def _ended_at_preemption(job: Record) -> bool:
 
 
 def cause_of_stop(job: Record, restart_count: int, signum: int, notice_s: float | None = None) -> str:
-    """Find why the job received `signum`; from the signal alone if Slurm did not answer.
+    """Return why the job received `signum`; from the signal alone if Slurm did not answer.
 
     Args:
-        job: its record.
+        job: record of the job.
         restart_count: see `ended_by`.
-        signum: the signal.
-        notice_s: how long before its time limit the job is signalled; None: nobody knows.
+        signum: number of the signal.
+        notice_s: seconds from Slurm's signal to the time limit; None if unknown.
     """
     if ended := ended_by(job, restart_count):
         return ended
@@ -189,24 +195,24 @@ def cause_of_stop(job: Record, restart_count: int, signum: int, notice_s: float 
 
 
 def is_preempted(job: Record) -> bool:
-    """Whether this start of the job, which still runs, is preempted; the job may have been preempted earlier, too."""
+    """Return whether this start of the job runs and is preempted; an earlier start does not count."""
     began, preempted = _time(job.get("StartTime")), _time(job.get("PreemptTime"))
     return is_running(job) and began is not None and preempted is not None and began <= preempted
 
 
 def seconds_left(job: Record) -> float | None:
-    """Until Slurm ends the job, by its time limit or at the end of a grace time; None: there is no end."""
+    """Return the seconds until Slurm ends the job (time limit, end of a grace time); None if it does not."""
     end = _time(job.get("EndTime"))
     return None if end is None else (end - utc_now()).total_seconds()
 
 
 def utc_now() -> datetime:
-    """The time as Slurm's commands are made to print it."""
+    """Return the time in the form and zone in which Slurm's commands are made to print it."""
     return datetime.fromtimestamp(clock.wall(), UTC).replace(tzinfo=None)
 
 
 def _time(text: str | None) -> datetime | None:
-    """A time as Slurm prints it; None for its many words for none."""
+    """Parse a time that Slurm prints; None for its several words for no time."""
     try:
         return datetime.fromisoformat(text or "")
     except ValueError:
@@ -214,12 +220,12 @@ def _time(text: str | None) -> datetime | None:
 
 
 class Requeuer:
-    """Requeues one job, from inside it.
+    """The requeueing of one job, from inside that job.
 
     Args:
         job_id: `12`, or `12_3` for a task of an array.
         restart_count: how often Slurm has restarted the job.
-        submission: the name of the submission that the job is of.
+        submission: name of the job's submission.
         notice_s: see `cause_of_stop`.
     """
 
@@ -231,14 +237,14 @@ class Requeuer:
         self._submission = submission
         self._notice_s = notice_s
         self._began = utc_now()
-        self._asked = False  # Slurm was asked to requeue the job, by the timer perhaps
-        self._forgotten = False  # Slurm has just answered that it knows no such job
-        self._turn = threading.Lock()  # a timer and the end of the attempt ask one after the other
+        self._asked = False  # Slurm was asked to requeue the job, possibly by the timer
+        self._forgotten = False  # Slurm's last answer: no such job
+        self._turn = threading.Lock()  # so that the timer and the end of the attempt do not ask at once
 
     def cause(self, signum: int) -> str:
-        """Why the job is asked to stop. If it will be killed without being requeued, a timer requeues it before that.
+        """Return why the job is asked to stop. If Slurm will kill and not requeue it, start a timer that does.
 
-        A step or a save that takes longer than the notice must not be the end of the run.
+        The timer requeues the job before the kill: a step or save that is longer than the notice must not end the run.
         """
         if signum == signal.SIGINT:
             return "cancelled"
@@ -254,15 +260,15 @@ class Requeuer:
         return cause
 
     def requeue(self, cause: str) -> str | None:
-        """Requeue the job if `cause` requires it; returns once Slurm has done so.
+        """Requeue the job if `cause` requires it; return once Slurm has done so.
 
-        A refusal is retried until the job is killed: to exit would end the job for good, while Slurm itself requeues a
+        A refusal is retried until the job is killed. To exit would end the job for good, while Slurm requeues a
         preempted job that waits to be killed.
 
         Returns:
-            the final cause ("cancelled" if the job was cancelled meanwhile, or Slurm has lost it, "requeued" if Slurm
-            or somebody else requeued it first), or None if nothing could be done here: no scontrol (in a container,
-            say), or Slurm refused `MAX_REFUSALS` times after an interruption.
+            the final cause: "cancelled" if the job was cancelled since, or Slurm has lost it; "requeued" if Slurm or
+            somebody else requeued it first. None if nothing could be done here: there is no scontrol (for example in
+            a container), or Slurm refused `MAX_REFUSALS` times after an interruption.
         """
         if cause not in REQUEUED_CAUSES:
             return cause
@@ -277,10 +283,10 @@ class Requeuer:
             _print(f"the notice is nearly over and the attempt is not done: requeued job {self._job_id} as it is")
 
     def _ask_until_queued(self, pause_s: float, max_refusals: float = math.inf) -> str | None:
-        """Until the job is queued: "asked" if it was us who asked, else "requeued"; "cancelled"; None: gave up.
+        """Ask Slurm until the job is queued: "asked", "requeued" (by others), "cancelled", or None after giving up.
 
         Nothing is requeued on a guess: while Slurm does not answer, the job may have been cancelled. A job that Slurm
-        has lost counts as cancelled: there is nothing to requeue, and rerunning the command submits another one.
+        has lost counts as cancelled. There is nothing to requeue, and rerunning the command submits a new job.
         """
         refusals = forgotten = 0
         while processes.find_command("scontrol") and refusals < max_refusals:
@@ -296,7 +302,10 @@ class Requeuer:
         return None
 
     def _look_and_ask(self) -> str | None:
-        """Once: "asked", "refused"; "requeued" or "cancelled" if so already; None: Slurm did not answer."""
+        """Read the job's state and ask Slurm to requeue it, unless it is queued or cancelled.
+
+        Return "asked" or "refused"; "requeued" or "cancelled" if it already is; None if Slurm did not answer.
+        """
         with self._turn:
             job = self.record()
             ended = ended_by(job, self._restart_count)
@@ -308,7 +317,7 @@ class Requeuer:
                 return "refused"
             if not is_running(job):
                 return "asked"
-            # Slurm reports success, too, and does nothing, for a job that has ended since its state was read.
+            # Slurm reports success but does nothing if the job has ended since its state was read.
             job = self.record()
             if not job:
                 return None
@@ -320,8 +329,8 @@ class Requeuer:
             return "asked" if self._ask(job) else "refused"
 
     def _ask(self, job: Record) -> bool:
-        """Ask Slurm once to requeue the job; whether it did."""
-        self._asked = True  # even if no answer comes
+        """Ask Slurm once to requeue the job; return whether it did."""
+        self._asked = True  # set first: an answer may not come
         try:
             scheduler.requeue(self._job_id, only_running=is_running(job))
         except scheduler.SchedulerError as error:
@@ -330,7 +339,7 @@ class Requeuer:
         return True
 
     def record(self) -> dict[str, str]:
-        """The job as Slurm shows it; empty if Slurm does not answer, and REVOKED if the id is another job's by now."""
+        """Return the job's record; empty if Slurm does not answer, state REVOKED if the id is another job's now."""
         try:
             found = scheduler.show_job(self._job_id)
             self._forgotten = False
@@ -344,11 +353,11 @@ class Requeuer:
         return found
 
     def _is_another(self, found: Record) -> bool:
-        """Whether Slurm has lost this job (its state was deleted, say) and given the id to a later one.
+        """Return whether Slurm has lost this job (its state was deleted, say) and reused its id.
 
-        The path of its batch script tells; where sbatch is a wrapper that submits a copy, its user, name and time do.
-        In doubt it is this job, which would otherwise be lost; `RecordedJob.is_same`, which must not take another job
-        for the run's, decides the other way. requeue.sh asks the same as this.
+        The path of the batch script identifies the job. Where sbatch is a wrapper that submits a copy, its user, name
+        and time do. In doubt it is this job, which would be lost otherwise. `RecordedJob.is_same` decides the other
+        way: it must not take another job for the run's job. requeue.sh has the same check.
         """
         restarts = int(found.get("Restarts", self._restart_count))
         if restarts < self._restart_count:

@@ -1,4 +1,4 @@
-"""Slurm's commands. Nothing here needs accounting (sacct)."""
+"""Call Slurm's commands and parse their output, without accounting (sacct)."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from runner.system import processes
 COMMANDS = ("sbatch", "srun", "squeue", "scontrol")
 TIMEOUT_S = 30  # a controller that is busy for longer counts as not answering
 JOB_ID = re.compile(r"([0-9]{1,10})(_[0-9]{1,10})?")  # `12`, or `12_3` for a task of an array
-# What Slurm and a node tell of the time may differ by this much: munge refuses others.
+# The clocks of Slurm and a node may differ by this much: munge refuses larger differences.
 CLOCKS_DIFFER_S = 300.0
 END_OF_JOB_IDS = 2**32 - 2  # this number and the next one mean "all" and "none" to Slurm
-# How the name of a batch script begins, as submitit's own do; the name of the submission follows, and a number.
+# Prefix of the names of batch scripts, as in submitit; the name of the submission and a number follow.
 SCRIPT_PREFIX = ".submission_file_"
 SCRIPT_NAME = re.compile(re.escape(SCRIPT_PREFIX) + r"([0-9a-f]{32})-\d+\.sh")
 # squeue pads each field to its width and puts this after it.
 SEPARATOR = "|"
-# With their widths; the last two may contain the separator. A longer path does not tell the submission.
+# squeue's fields and their widths. The last two may contain the separator. A longer path hides the submission.
 FIELDS = {
     **dict.fromkeys(("JobArrayID", "State", "RestartCnt", "SubmitTime", "UserID", "StartTime", "PendingTime"), 64),
     **dict.fromkeys(("Reason", "BatchHost", "Name"), 255),
     "Command": 1024,
 }
-# A user's defaults for these commands: filters that would hide jobs, formats other than those read here.
+# Variables with a user's defaults for these commands: they would hide jobs, or change formats that are parsed here.
 PREFERENCES = ("SQUEUE_", "SCONTROL_", "SLURM_TIME_FORMAT")
-# Slurm's reasons for a job to wait of which the words alone do not tell what to do; {job} is its id. As scontrol prints
-# them: squeue prints some with spaces, for which it has no name of its own (`launch failed requeued held`).
+# Explanations of Slurm's reasons for a job to wait; {job} is its id. The keys are as scontrol prints them. squeue
+# prints reasons for which it has no name with spaces (`launch failed requeued held`).
 REASONS = {
     "Resources": "nodes with what it asks for are not free yet",
     "Priority": "jobs of higher priority come first",
@@ -56,19 +56,20 @@ REASONS = {
 
 @dataclass(frozen=True)
 class RecordedJob:
-    """A job as the run that it was submitted for remembers it. Its id alone is not enough: ids come again."""
+    """A job in the records of the run that it was submitted for. The id alone is not enough: Slurm reuses ids."""
 
     job_id: str
     user: str | None = None  # its number
     name: str | None = None  # squeue shows 255 characters of it
-    submitted: str | None = None  # by Slurm's clock, as Slurm prints it; a requeue sets it to that time
-    seen: str | None = None  # when it was certainly submitted already, in the same form
+    submitted: str | None = None  # by Slurm's clock, as Slurm prints it; a requeue sets it anew
+    seen: str | None = None  # a time after its submission, in the same form
     submission: str | None = None  # its name, in the path of its batch script
 
     def is_same(self, user: str, name: str, submitted: str, restarts: int, submission: str | None = None) -> bool:
-        """Whether a job with the same id, as Slurm reports it now, is this one.
+        """Return whether a job with the same id, as Slurm reports it now, is this job.
 
-        The submission tells; where sbatch is a wrapper that submits a copy of the script, user, name and time do.
+        The submission identifies the job. Where sbatch is a wrapper that submits a copy of the script, user, name and
+        time do.
         """
         if None not in (self.submission, submission):
             return self.submission == submission
@@ -87,26 +88,26 @@ def _shown_name(name: str) -> str:
 
 
 def is_job_id(text: str) -> bool:
-    """Whether Slurm could have given this id to a job. One other id makes squeue refuse a whole query."""
+    """Return whether Slurm could have given this id to a job. An invalid id makes squeue refuse the whole query."""
     found = JOB_ID.fullmatch(text)
     return found is not None and 0 < int(found[1]) < END_OF_JOB_IDS
 
 
 class SchedulerError(OSError):
-    """Slurm does not answer, or refuses; the message is Slurm's own, on one line."""
+    """Slurm does not answer, or refuses. The message is Slurm's own, on one line."""
 
 
 class ForgottenError(SchedulerError):
-    """Slurm answers that it knows no such job: it is over for long, or Slurm has lost it."""
+    """Slurm knows no such job: it ended long ago, or Slurm has lost it."""
 
 
 def missing_commands() -> list[str]:
-    """Slurm's commands that are not on this machine's PATH."""
+    """Return Slurm's commands that are not on this machine's PATH."""
     return [name for name in COMMANDS if processes.find_command(name) is None]
 
 
 def ask(*command: str, text: str | None = None) -> str:
-    """The standard output of a Slurm command; `text` is its standard input.
+    """Run a Slurm command with `text` as its standard input, and return its standard output.
 
     Raises:
         SchedulerError: the command does not exist, failed, or took longer than TIMEOUT_S.
@@ -117,29 +118,29 @@ def ask(*command: str, text: str | None = None) -> str:
     if processes.find_command(command[0]) is None:
         raise SchedulerError(f"{command[0]} is not on this machine's PATH")
     try:
-        # Slurm's signals reach every process of the job, in whatever session; others reach its process group. And a
-        # requeue is answered while the job is being killed for it.
+        # Slurm's signals reach every process of the job, in any session; other signals reach its process group. The
+        # answer to a requeue comes while the job is being killed for it.
         done = processes.run_shielded(command, given=text, timeout=TIMEOUT_S, env=env, start_new_session=True)
     except subprocess.TimeoutExpired:
         raise SchedulerError(f"{command[0]} did not answer within {TIMEOUT_S} s") from None
-    except OSError as error:  # no memory for another process, say: it may work the next time
+    except OSError as error:  # for example no memory for a process: it may work the next time
         raise SchedulerError(f"{command[0]} cannot be started: {error.strerror or error}") from None
     if done.returncode:
         lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         message = lines[-1] if lines else f"{command[0]} exited with status {done.returncode}"
-        # (squeue says "Invalid job id: TEXT" of what could be none.)
+        # (For a malformed id, squeue says "Invalid job id: TEXT".)
         kind = ForgottenError if "invalid job id specified" in message.lower() else SchedulerError
         raise kind(re.sub(r"^\w+: (error: )*", "", message).strip())
     return done.stdout
 
 
 def fields(line: str) -> dict[str, str]:
-    """The `Key=Value` words of one line of `scontrol show -o`."""
+    """Return the `Key=Value` words of one line of `scontrol show -o`."""
     return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
 
 def show_job(job_id: str) -> dict[str, str]:
-    """The record of a job, up to its command; `Command` is the rest of the line, users' texts with spaces and all.
+    """Return the record of a job. `Command` is the rest of the line, with users' texts that contain spaces.
 
     Raises:
         SchedulerError: Slurm does not answer, or has forgotten the job.
@@ -152,13 +153,13 @@ def show_job(job_id: str) -> dict[str, str]:
 
 
 def show_partitions() -> dict[str, dict[str, str]]:
-    """The partitions by name, hidden ones too."""
+    """Return the partitions by name, hidden ones too."""
     rows = [fields(line) for line in ask("scontrol", "show", "partition", "-o", "--all").splitlines()]
     return {row["PartitionName"]: row for row in rows if "PartitionName" in row}
 
 
 def show_config() -> dict[str, str]:
-    """Slurm's own configuration."""
+    """Return Slurm's configuration."""
     pairs = (line.split("=", 1) for line in ask("scontrol", "show", "config").splitlines() if "=" in line)
     return {key.strip(): value.strip() for key, value in pairs}
 
@@ -169,17 +170,18 @@ def show_nodes(nodes: str) -> list[dict[str, str]]:
     Raises:
         SchedulerError: Slurm does not answer, or does not know them.
     """
-    # The reason why a node is drained follows, a user's text.
+    # The rest of the line is a user's text: the reason why a node is drained.
     lines = ask("scontrol", "show", "node", "-o", nodes).splitlines()
     return [fields(line.partition(" Reason=")[0]) for line in lines]
 
 
 def requeue(job_id: str, only_running: bool) -> None:
-    """Requeue a job; a job that is queued already is left as it is.
+    """Requeue a job; do nothing if it is already queued.
 
     Args:
-        only_running: leave a job alone that Slurm has ended meanwhile, after a scancel, say (which Slurm reports as a
-            success).
+        job_id: id of the job.
+        only_running: do nothing if Slurm has ended the job since, for example after a scancel. Slurm reports success
+            then.
 
     Raises:
         SchedulerError: the job is not queued.
@@ -196,7 +198,7 @@ def requeue(job_id: str, only_running: bool) -> None:
 
 
 def known_jobs(jobs: Iterable[RecordedJob]) -> dict[RecordedJob, JobInfo]:
-    """Those of `jobs` that Slurm remembers, by one call of squeue; not others that have come to the same ids.
+    """Return those of `jobs` that Slurm remembers, by one call of squeue; not later jobs with the same ids.
 
     Raises:
         SchedulerError: Slurm does not answer.
@@ -227,13 +229,13 @@ def known_jobs(jobs: Iterable[RecordedJob]) -> dict[RecordedJob, JobInfo]:
 
 
 def submission_in(script: str) -> str | None:
-    """The name of the submission in the path of its batch script; None if it is no submission's."""
+    """Return the name of the submission in the path of its batch script; None if there is none."""
     found = SCRIPT_NAME.search(script)
     return found[1] if found else None
 
 
 def live_scripts(user: str) -> dict[str, str]:
-    """The batch script of each job of a user (their number) that is not over, as sbatch was given it.
+    """Return the batch script of each job of a user (by user id) that is not over, as passed to sbatch.
 
     Raises:
         SchedulerError: Slurm does not answer.
@@ -265,7 +267,7 @@ def _number(text: str) -> float | None:
 
 
 def _time(text: str) -> float | None:
-    """Read a time as Slurm prints it (see `ask`), in seconds since 1970; None where Slurm knows none."""
+    """Parse a time that Slurm prints (see `ask`) to seconds since 1970; None where Slurm knows no time."""
     try:
         return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
     except ValueError:
@@ -273,7 +275,7 @@ def _time(text: str) -> float | None:
 
 
 def _explained(reason: str, job_id: str) -> str | None:
-    """Slurm's reason for a job to wait, with what it means where the words do not tell."""
+    """Return Slurm's reason for a job to wait, with an explanation if `REASONS` has one."""
     if reason in ("", "None"):
         return None
     meaning = REASONS.get(reason.partition(",")[0].replace(" ", "_"))

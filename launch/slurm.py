@@ -1,7 +1,7 @@
-"""Runs as jobs of a Slurm cluster: one job, or one job array for a sweep.
+"""Submit runs to Slurm: one job, or one job array for a sweep.
 
-What a job is passed is tiny, a run directory and the name of a function (see `launch.job.start`): everything about a
-run is in its directory.
+A job is passed only a run directory and the name of a function (see `launch.job.start`). Everything else about a run is
+in its directory.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from runner.rundir.paths import RunDir
 from runner.rundir.state import sweep_of
 from runner.system import clock, files, processes
 
-# Variables that tell Slurm's commands where the cluster is; all others of SLURM_* describe the job that one is in.
+# Variables with which Slurm's commands find the cluster. All other SLURM_* variables describe the current job.
 CLUSTER_VARIABLES = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
 # Options that every batch script sets.
 ALWAYS_SET = ("requeue", "no_requeue", "signal", "open_mode", "job_name", "array_inx", "output", "error", "wait")
-# Options that sbatch's variables name differently.
+# Options with another name in sbatch's environment variables.
 VARIABLE_NAME = {"time": "timelimit", "mem": "mem_per_node"}
 # Options that submitit knows by the same name.
 SAME_NAME = (
@@ -43,22 +43,22 @@ SAME_NAME = (
 
 
 class SlurmLauncher(SlurmOptions):
-    """Submits runs to Slurm (a `runner.contracts.Launcher`)."""
+    """Submit runs to Slurm (a `runner.contracts.Launcher`)."""
 
     in_process: ClassVar[bool] = False
 
     @cached_property
     def _sweep(self) -> str:
-        """Name what this command submits, in one array or several."""
+        """Return the name for everything that this command submits, in one array or several."""
         return submission.new_name()
 
     @cached_property
     def _live(self) -> dict[Path, str]:
-        """Hold the live jobs of the command's runs, as far as `jobs` was asked for them."""
+        """Return the live jobs of the command's runs, as far as `jobs` has been asked for them."""
         return {}
 
     def rank_counts(self) -> RankCounts:
-        """As many as tasks on one node, for each number of nodes that the job may have."""
+        """Return the rank counts: tasks per node times each number of nodes that the job may have."""
         nodes, each = self.node_counts, self.tasks_per_node
         if not isinstance(each, int) or each < 1:
             raise UserError(f"launcher.tasks_per_node={each!r} must be a whole number, 1 or more")
@@ -66,9 +66,10 @@ class SlurmLauncher(SlurmOptions):
         return RankCounts(counts, f"launcher.nodes={self.nodes}", per_node=each)
 
     def check(self, run_dirs: list[Path]) -> list[str]:
-        """The errors of the options, of this machine and of the cluster.
+        """Return the errors of the options, of this machine and of the cluster.
 
-        What Slurm itself would refuse, sbatch tells: `sbatch --test-only` also refuses what sbatch puts into the queue.
+        sbatch reports what Slurm would refuse. `sbatch --test-only` is not used: it also refuses jobs that sbatch would
+        queue.
         """
         errors = [*option_errors(self), *path_errors(run_dirs)]
         if missing := scheduler.missing_commands():
@@ -84,7 +85,7 @@ class SlurmLauncher(SlurmOptions):
             return [f"launcher=slurm: Slurm does not answer ({error}): nothing was submitted, rerun the command later"]
 
     def examine(self, save_s: float | None) -> list[Finding]:
-        """Preemption, grace time and time limit of the partition, and the environment that jobs get."""
+        """Report the partition's preemption, grace time and time limit, and the environment of jobs."""
         try:
             found = cluster_findings(self, save_s)
             with self._no_conflicting_variables():
@@ -100,22 +101,22 @@ class SlurmLauncher(SlurmOptions):
         return {str(key).lstrip("-").replace("_", "-"): value for key, value in self.additional.items()}
 
     def _environment_of_jobs(self) -> str:
-        """The value of sbatch's --export."""
+        """Return the value of sbatch's --export."""
         return str(self._own_options().get("export") or processes.environment.get("SBATCH_EXPORT") or "ALL")
 
     def _examine_start(self) -> Finding:
-        """Whether Slurm could start such a job as things are now; sbatch may queue it all the same."""
+        """Check whether Slurm could start such a job now; sbatch may queue it even if not."""
         try:
             scheduler.ask("sbatch", "--test-only", text=self.preview([Path("/tmp/run")]))
         except scheduler.SchedulerError as error:
-            if "invalid" in str(error).lower():  # of an option; all else may pass
+            if "invalid" in str(error).lower():  # an option is invalid; any other reason may pass
                 return Finding("error", f"sbatch would refuse this job: {error}", "correct the option that it names")
             remedy = "sbatch decides; if it accepts the job, the job may wait for long"
             return Finding("warning", f"Slurm could not start this job now: {error}", remedy)
         return Finding("ok", "Slurm would accept this job")
 
     def preview(self, run_dirs: list[Path]) -> str:
-        """The batch script, one for each job array."""
+        """Return the batch scripts, one for each job array."""
         try:
             parts = self._arrays(run_dirs)
         except scheduler.SchedulerError:
@@ -124,8 +125,8 @@ class SlurmLauncher(SlurmOptions):
         return "\n".join(self._script(len(part), len(run_dirs), folder, name) for part in parts)
 
     def _script(self, runs: int, total: int, folder: Path, name: str, unique: str = "") -> str:
-        """The batch script for `runs` of the `total` runs of a command, as the submission `unique`."""
-        # The arrays of a large sweep share the number of runs that may run at the same time.
+        """Return the batch script for `runs` of a command's `total` runs, as the submission `unique`."""
+        # The arrays of a large sweep share the limit of runs at the same time.
         parallel = max(1, self.array_parallelism * runs // total)
         parameters = {**self._parameters(folder, name, unique, total), "array_parallelism": parallel}
         return batch.script(folder, self._python(), runs, parameters)
@@ -133,7 +134,7 @@ class SlurmLauncher(SlurmOptions):
     def launch(self, run_dirs: list[Path], attempt: str, guards: Sequence[files.Guard] = ()) -> int:
         """Submit the runs and return at once.
 
-        0 if all are submitted, 75 if that is not known of some (rerunning the command finds out), else 2.
+        Return 0 if all runs are submitted, 75 if that is unknown for some (rerunning the command finds out), else 2.
         """
         if self.dry_run:
             print(self.preview(run_dirs))
@@ -170,7 +171,7 @@ class SlurmLauncher(SlurmOptions):
         return int(ExitStatus.INTERRUPTED if isinstance(error, submission.UncertainError) else ExitStatus.USAGE)
 
     def _arrays(self, run_dirs: list[Path]) -> list[list[Path]]:
-        """The runs by job array: as many as the cluster allows in one.
+        """Split the runs into job arrays of the largest size that the cluster allows.
 
         Raises:
             SchedulerError: Slurm does not answer.
@@ -181,7 +182,7 @@ class SlurmLauncher(SlurmOptions):
         return [run_dirs[first : first + most] for first in range(0, len(run_dirs), most)]
 
     def follow(self, run_dirs: list[Path]) -> int:
-        """Show the runs until they are over; 0 if all of them finished, and after a Ctrl-C, else 1."""
+        """Show the runs until they are over. Return 0 if all finished or after a Ctrl-C, else 1."""
         console = display.console()
 
         def states() -> dict[Path, str]:
@@ -199,7 +200,7 @@ class SlurmLauncher(SlurmOptions):
         return 0 if set(states().values()) == {"finished"} else 1
 
     def cancel(self, run_dirs: list[Path]) -> dict[Path, str]:
-        """Cancel the jobs of these runs, by one call of scancel, and none that has come to the same id.
+        """Cancel the jobs of these runs by one call of scancel, and no later job with the same id.
 
         Raises:
             OSError: Slurm does not answer, or refuses.
@@ -210,9 +211,9 @@ class SlurmLauncher(SlurmOptions):
         return {run_dir: f"job {info.job_id}" for run_dir, info in found.items()}
 
     def jobs(self, run_dirs: list[Path]) -> dict[Path, JobInfo]:
-        """The jobs that Slurm remembers, by one call of squeue; of two jobs of one run, the live one.
+        """Return the jobs that Slurm remembers, by one call of squeue; the live one if a run has two.
 
-        Also those that were given up because no attempt could begin, with the reason.
+        Include jobs that were given up because no attempt could begin, with the reason.
 
         Raises:
             OSError: some of the runs were submitted and Slurm does not answer.
@@ -232,20 +233,20 @@ class SlurmLauncher(SlurmOptions):
         return found
 
     def _submit(self, runs: list[RunDir], attempt: str, folder: Path, name: str, total: int) -> list[str]:
-        """Submit runs as one job or job array and record it in their directories; a failure leaves no trace.
+        """Submit runs as one job or array and record it in their directories. Remove all traces after a failure.
 
         Args:
-            runs: of one array, with the right to submit each.
+            runs: of one array, each with its guard.
             attempt: see `launch`.
-            folder: where its files go.
+            folder: for the files of the submission.
             name: of the job.
-            total: how many runs the command submits, in this array and others.
+            total: number of runs that the command submits, in all arrays.
 
         Raises:
-            RuntimeError: sbatch refused; the message is its own.
-            UncertainError: the job may be in the queue; a note of that is kept in the run directories.
-            OSError: the file system refused; there is no job.
-            RunDirError: others can write where its files go; there is no job.
+            RuntimeError: sbatch refused; the message is sbatch's own.
+            UncertainError: the job may be in the queue; its note is kept in the run directories.
+            OSError: a file cannot be written; there is no job.
+            RunDirError: others can write `folder`; there is no job.
             SupersededError: another command has taken over.
         """
         created = not files.exists(folder)
@@ -274,7 +275,7 @@ class SlurmLauncher(SlurmOptions):
                 if unique in leftover:
                     files.remove(folder / leftover)
             if created:
-                with contextlib.suppress(OSError):  # another command has put something into it
+                with contextlib.suppress(OSError):  # not empty: another command uses it
                     files.remove_dir(folder)
             raise
         try:
@@ -295,25 +296,25 @@ class SlurmLauncher(SlurmOptions):
         return ids
 
     def _sweep_of(self, runs: Sequence[RunDir]) -> str:
-        """Name the sweep of runs that are submitted now: the one that those belong to that were submitted before."""
+        """Return the name of the sweep of `runs`: that of earlier submissions if they agree, else a new one."""
         before = {name for run in runs if (name := sweep_of(run)) is not None}
         return before.pop() if len(before) == 1 else self._sweep
 
     def _identity(self, job_id: str, name: str, unique: str) -> dict[str, str | None]:
-        """What tells the submitted job from later ones with the same id; if Slurm does not tell, without its time."""
+        """Return what tells the job from later ones with its id; without its time if Slurm does not answer."""
         try:
             record = scheduler.show_job(job_id)
         except scheduler.SchedulerError:
             record = {}
         if scheduler.submission_in(record.get("Command", "")) != unique:
-            record = {}  # Slurm has lost the job meanwhile, and given its id to another one
-        given = record.get("JobName", self.job_name or name)  # launcher.additional may have set another
-        # A requeue of this task sets its time anew, which the others of its array were not submitted at.
+            record = {}  # Slurm has since lost the job and reused its id
+        given = record.get("JobName", self.job_name or name)  # launcher.additional may set another name
+        # A requeue of this task resets its submit time, which then is not that of the array's other tasks.
         submitted = record.get("SubmitTime") if record.get("Restarts", "0") == "0" else None
         return {"user": str(processes.user_id()), "name": given, "submit_time": submitted}
 
     def _register(self, run: RunDir, job_id: str, folder: Path, identity: dict[str, str | None]) -> None:
-        """Write the job into the run directory, with links to logs that are elsewhere."""
+        """Record the job in the run directory, with links to logs in other directories."""
         launcher = f"{type(self).__module__}.{type(self).__qualname__}"
         job = {"job_id": job_id, **identity, "launcher": launcher, "submitted": clock.wall(), "folder": str(folder)}
         files.write_json(run.job, job, guard=run.guard)
@@ -330,8 +331,9 @@ class SlurmLauncher(SlurmOptions):
     def _no_conflicting_variables(self) -> Iterator[None]:
         """Hide variables from sbatch that would override the batch script.
 
-        A user's SBATCH_* override its lines, so they may only set what the config does not. The variables of the job
-        that the command runs in would be taken for the new job's (array task, restarts, memory).
+        A user's SBATCH_* variables override the script's lines, so they may only set options that the config leaves
+        open. Slurm would take the variables of the job in which the command runs (array task, restarts, memory) for the
+        new job's.
         """
         set_here = [name for name, value in vars(self).items() if value not in (None, False)]
         names = (*(VARIABLE_NAME.get(name, name) for name in (*set_here, *self.additional)), *ALWAYS_SET)
@@ -347,12 +349,12 @@ class SlurmLauncher(SlurmOptions):
             processes.environment.update(hidden)
 
     def _python(self) -> str:
-        """The command that starts Python, as the shell reads it."""
+        """Return the command that starts Python, quoted for the shell."""
         return self.python or shlex.quote(sys.executable)
 
     def _setup(self, folder: Path, unique: str) -> list[str]:
-        """The lines of the batch script before srun."""
-        # For several ranks: a port that is free on the first node, unless the user's setup has chosen one.
+        """Return the lines of the batch script before srun."""
+        # For several ranks: a free port of the first node, unless the user's setup has set one.
         port = f"export MASTER_PORT=${{MASTER_PORT:-$({self._python()} -m launch.rendezvous)}}"
         return [
             *environment_lines(),
@@ -364,17 +366,17 @@ class SlurmLauncher(SlurmOptions):
         ]
 
     def _after_live(self, total: int) -> str:
-        """Let `total` runs wait for the live ones of their command if they are too many together.
+        """Return a dependency that makes `total` runs wait for their command's live runs, if together too many.
 
-        Slurm limits each array by itself, and a rerun of a sweep submits another one.
+        Slurm limits each array separately, and a rerun of a sweep submits another array.
         """
         if not self._live or len(self._live) + total <= self.array_parallelism:
             return ""
         return ":".join(["afterany", *self._live.values()])
 
     def _parameters(self, folder: Path, name: str, unique: str, total: int) -> dict[str, Any]:
-        """The options by submitit's names; None leaves an option to Slurm."""
-        # submitit counts tasks with a number of nodes; `extra` overrides what it makes of that.
+        """Return the options by submitit's names; None leaves an option to Slurm."""
+        # submitit derives the tasks from a number of nodes; `extra` overrides the result.
         size = {"ntasks_per_node": self.tasks_per_node, "gpus_per_task": self.gpus_per_task}
         extra = {
             **node_range.submission_options(self),
@@ -405,9 +407,9 @@ class SlurmLauncher(SlurmOptions):
 
 
 def _recorded_jobs(run_dir: Path) -> list[RecordedJob]:
-    """The job that was submitted last and the one that trained last: a kill may have kept the two apart.
+    """Return the job that was submitted last and the job that trained last: they may differ after a kill.
 
-    Or the first is not recorded, because the command that submitted it was killed.
+    The first one may not be recorded, because the command that submitted it was killed.
     """
     run = RunDir(run_dir)
     status = files.read_object(run.status)
@@ -415,10 +417,10 @@ def _recorded_jobs(run_dir: Path) -> list[RecordedJob]:
         return []  # never submitted
     job = files.read_object(run.job)
     user, name, submitted = (_text_or_none(job.get(key)) for key in ("user", "name", "submit_time"))
-    # A job whose time of submission Slurm did not tell was submitted before it was recorded.
+    # If Slurm did not report its submit time, the job was submitted before it was recorded.
     noted = _slurm_time(job.get("submitted"), scheduler.CLOCKS_DIFFER_S) if submitted is None else None
     found = [RecordedJob(str(job.get("job_id")), user, name, submitted, noted, _text_or_none(job.get("submission")))]
-    # With the same id as well: Slurm may have lost its state, and given the id to the next job of this run.
+    # Even if the ids are equal: Slurm may have lost its state and reused the id for the run's next job.
     named, seen = _text_or_none(status.get("job_name")), _slurm_time(status.get("updated"))
     earliest = submitted if is_same_job(status, job) else None
     trained = _text_or_none(status.get("submission"))
@@ -431,16 +433,16 @@ def _text_or_none(value: object) -> str | None:
 
 
 def _slurm_time(seconds: object, more_s: float = 0.0) -> str | None:
-    """Seconds since 1970, and some more, as Slurm's commands are made to print them."""
+    """Format seconds since 1970, plus `more_s`, as Slurm's commands are made to print times."""
     with contextlib.suppress(TypeError, ValueError, OverflowError, OSError):
         return datetime.fromtimestamp(float(seconds) + more_s, UTC).strftime("%Y-%m-%dT%H:%M:%S")  # type: ignore[arg-type]
     return None
 
 
 def _with_failed_start(run_dir: Path, job: RecordedJob, info: JobInfo | None) -> JobInfo | None:
-    """What is known about a job, completed by why its last start failed before an attempt could begin."""
+    """Add to a job's info why its last start failed before an attempt could begin."""
     recorded = _text_or_none(files.read_object(RunDir(run_dir).job).get("folder"))
-    # That of a sweep is beside the first of its runs; the others are for runs that were moved since.
+    # The folder of a sweep is next to its first run; the other folders are for runs that were moved since.
     folders = [Path(recorded)] if recorded and files.seems_dir(recorded) else []
     folders += [RunDir(run_dir).logs, batch.sweep_folder(run_dir.absolute().parent, job.user)]
     reason = next((why for each in folders if (why := _failed_start(each, job))), "")
@@ -454,14 +456,14 @@ def _with_failed_start(run_dir: Path, job: RecordedJob, info: JobInfo | None) ->
 
 
 def _failed_start(folder: Path, job: RecordedJob) -> str:
-    """Why the last start of a job failed before an attempt could begin; empty if it did not, or nobody can tell."""
+    """Return why the last start of a job failed before an attempt could begin; empty if it did not, or unknown."""
     with contextlib.suppress(OSError):
         return requeue.failed_starts(requeue.starts_file(folder, requeue.mark(job.job_id, job.submission)))[1]
     return ""
 
 
 def _refusal(error: Exception) -> str:
-    """The last line of what sbatch said, or what it means."""
+    """Return the last line of sbatch's message, or an explanation of it."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     if "temporarily unavailable" in lines[-1].lower() or "queue full" in str(error):
         return f"the cluster's queue is full (MaxJobCount): wait until some jobs are over ({lines[-1]})"
@@ -469,13 +471,13 @@ def _refusal(error: Exception) -> str:
 
 
 def _submission_folder(run_dirs: list[Path]) -> Path:
-    """Where a submission's files go: the logs of a single run, or a directory beside the runs of a sweep."""
+    """Return the folder of a submission's files: a single run's logs, or one next to the runs of a sweep."""
     first = run_dirs[0].absolute()
     return RunDir(first).logs if len(run_dirs) == 1 else batch.sweep_folder(first.parent, str(processes.user_id()))
 
 
 def _job_name(run_dirs: list[Path]) -> str:
-    """Name a job after its run, and an array after what the names of its runs begin with, or after its search."""
+    """Name a job after its run, an array after the common beginning of its runs' names, or after its search."""
     if len(run_dirs) == 1 and run_dirs[0].parent.name != "slots":
         return run_dirs[0].name
     if run_dirs[0].parent.name == "slots":

@@ -1,11 +1,10 @@
-"""Submissions are written down before sbatch is asked, so that a job that Slurm has accepted is never lost from sight.
+"""Note each submission before asking sbatch, so that a job that Slurm has accepted is never lost.
 
-Between the moment in which Slurm accepts a job and the moment in which its id is in job.json, the command may be
-killed, the disk may be full, or sbatch's answer may be lost. The note in each run directory names the batch script, and
-Slurm tells which jobs have that script: the next command that submits the run cancels a job that nobody recorded. A job
-that it could not see yet, because a command was suspended between its note and sbatch, finds at its start that the run
-has another job (see `is_named`); where a command was killed and its request was still on its way, the job has no files
-to start with.
+After Slurm has accepted a job, and before its id is in job.json, the command may be killed, the disk may be full, or
+sbatch's answer may be lost. The note in each run directory names the batch script, and Slurm reports which jobs have
+that script. The next command that submits the run cancels a job that was not recorded. It may not see such a job yet,
+because a command was suspended between its note and sbatch. That job finds at its start that the run has another job
+(see `is_named`). If a command was killed while its request was on its way, the job has no files to start with.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from launch.batch import RefusedError
 from runner.rundir.paths import RunDir
 from runner.system import clock, files, processes
 
-# What sbatch says if it does not know whether the controller has accepted the job, see slurm_errno.c.
+# Messages of sbatch when it does not know whether the controller has accepted the job, see slurm_errno.c.
 LOST_ANSWER = re.compile(
     r"timed out|zero bytes|unexpected message|(send|receive|shutdown|communication connection) failure|reset by peer",
     re.IGNORECASE,
@@ -29,11 +28,11 @@ LOST_ANSWER = re.compile(
 
 
 class UncertainError(OSError):
-    """It is not known whether Slurm has accepted a job; the note of it is kept, and rerunning the command finds out."""
+    """Slurm may have accepted a job. Its note is kept, and rerunning the command finds out."""
 
 
 def new_name() -> str:
-    """A name that no other submission has, for its files."""
+    """Return a unique name for a submission and its files."""
     return uuid.uuid4().hex
 
 
@@ -41,8 +40,8 @@ def begin(runs: Sequence[RunDir], name: str) -> None:
     """Note durably that these runs are about to be submitted as one job, or as one array in this order.
 
     Args:
-        runs: with the right to write to each.
-        name: of this submission, in the name of its batch script.
+        runs: with the guard of each, the right to write to it.
+        name: of the submission; part of the name of its batch script.
 
     Raises:
         OSError: a run directory cannot be written; no note is left.
@@ -60,17 +59,20 @@ def begin(runs: Sequence[RunDir], name: str) -> None:
 
 
 def end(runs: Sequence[RunDir], name: str) -> None:
-    """Remove the notes of a submission: its job is recorded, or there is none. The next one removes what stays."""
+    """Remove the notes of a submission whose job is recorded or does not exist.
+
+    Errors are ignored: the next submission removes notes that are left.
+    """
     for run in runs:
         with suppress(OSError):
             files.remove(run.submitting(name))
 
 
 def is_named(run: RunDir, name: str) -> bool:
-    """Whether a job of the submission `name` is to work on the run: not if the run has the job of another one.
+    """Return whether a job of submission `name` may work on the run: not if the run has another submission's job.
 
-    The note first, which is removed after job.json was written. A job that trained last continues, although job.json
-    has one that was submitted because Slurm did not show this one.
+    The note is read first, because it is removed after job.json was written. The job that trained last continues,
+    although job.json may name a job that was submitted because Slurm did not show this one.
 
     Raises:
         OSError: the run directory cannot be read.
@@ -81,37 +83,37 @@ def is_named(run: RunDir, name: str) -> bool:
 
 
 def _trained_last(run: RunDir) -> str | None:
-    """The submission of the job that trained last; attempts that somebody made by hand have none."""
+    """Return the submission of the job that trained last; attempts that were started by hand have none."""
     attempts = (*files.read_lines(run.attempts), files.read_object(run.attempt))
     names = [attempt.get("submission") for attempt in attempts if isinstance(attempt, dict)]
     return next((name for name in reversed(names) if name is not None), None)
 
 
 def settle(runs: Sequence[RunDir]) -> list[str]:
-    """Cancel the jobs of earlier submissions of these runs that nobody recorded; their ids.
+    """Cancel the unrecorded jobs of earlier submissions of these runs, and return their ids.
 
     Slurm is asked only if there are notes.
 
     Raises:
-        SchedulerError: Slurm does not answer, so that there may be such a job, or it does not cancel one.
+        SchedulerError: Slurm does not answer, so there may be such a job, or Slurm does not cancel one.
         OSError: a note cannot be read.
         SupersededError: another command has taken over.
     """
     noted = [(run, name, _note(run, name)) for run in runs for name in run.submitting_names()]
     for run, *_ in noted:
-        run.check_guard()  # after the look: the note may be that of a command which has taken over
+        run.check_guard()  # after reading: the note may be of a command that has taken over
     found = []
     try:
         live = {user: _by_name(user) for user in {note["user"] for *_, note in noted if note}}
         for run, name, note in noted:
             job_id = live[note["user"]].get((name, note["task"])) if note else None
             if note is None or job_id is None or files.read_object(run.job).get("submission") == name:
-                continue  # recorded, and only the note is left
+                continue  # the job is recorded; only the note is left
             if note["user"] != str(processes.user_id()):
                 raise scheduler.SchedulerError(f"job {job_id} is of user {note['user']}, who has to cancel it")
             found.append(job_id)
         for run, *_ in noted:
-            run.check_guard()  # once more: who has taken over may have found that job and left it in the queue
+            run.check_guard()  # again: a command that has taken over may have kept that job
         if found:
             scheduler.ask("scancel", *found)
     except scheduler.SchedulerError as error:
@@ -125,7 +127,7 @@ def settle(runs: Sequence[RunDir]) -> list[str]:
 
 
 def cancel(name: str) -> None:
-    """Cancel the job of a submission, and no other that has come to its id.
+    """Cancel the job of a submission, and no other job with its id.
 
     Raises:
         SchedulerError: Slurm does not answer, or refuses.
@@ -136,11 +138,11 @@ def cancel(name: str) -> None:
 
 
 def abandon(runs: Sequence[RunDir], name: str, error: BaseException) -> None:
-    """After a submission that failed with `error`; returns if no job is left of it, and no note either.
+    """Clean up a submission that failed with `error`: return if no job and no note of it is left.
 
     Raises:
         UncertainError: a job may be left, or may still be accepted; the notes are kept.
-        BaseException: `error` itself if it is an interruption, which is not to wait for Slurm; the notes are kept.
+        BaseException: `error` itself if it is an interruption, which must not wait for Slurm; the notes are kept.
     """
     if not isinstance(error, Exception):
         raise error
@@ -156,7 +158,7 @@ def abandon(runs: Sequence[RunDir], name: str, error: BaseException) -> None:
 
 
 def _note(run: RunDir, name: str) -> dict[str, Any] | None:
-    """The note of a submission in a run directory, if `begin` can have written it."""
+    """Return the note of a submission in a run directory, if `begin` can have written it."""
     note = files.read_object(run.submitting(name))
     task, user = note.get("task"), note.get("user")
     valid = isinstance(user, str) and user.isdecimal() and (task is None or type(task) is int)
@@ -164,7 +166,7 @@ def _note(run: RunDir, name: str) -> dict[str, Any] | None:
 
 
 def _by_name(user: str) -> dict[tuple[str, int | None], str]:
-    """The live jobs of a user by the name of their submission and their place in the array."""
+    """Return the live jobs of a user by the name of their submission and their index in the array."""
     found = {}
     for job_id, script in scheduler.live_scripts(user).items():
         task = job_id.partition("_")[2]
