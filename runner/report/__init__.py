@@ -1,1 +1,1 @@
-"""What runs have come to: their records read at once, compared, and shown as tables and as one page."""
+"""Read the records of runs, compare them, and show them as tables and as one page."""

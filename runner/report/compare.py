@@ -1,4 +1,4 @@
-"""Runs beside each other: the settings in which they differ, their ranks, and means over seeds."""
+"""Compare runs: the settings in which they differ, their ranking, and means over seeds."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from runner.report.runs import FINISHED, RunResults, lower_is_better
 from runner.report.series import Series
 
 FAILED = ("failed", "crash loop", "unreadable")
-# Settings that differ between runs because they are different runs.
+# Settings that differ between any two runs.
 OWN = ("run.dir", "run.name")
-MAX_SHORT = 32  # characters of a value that has a column without being asked for
+MAX_SHORT = 32  # characters of a value that gets a column by default
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A metric over the finished runs of a group.
+    """The mean and standard deviation of a metric over the finished runs of a group.
 
     Attributes:
-        mean, std: of their values at `step`; the sample standard deviation is None with one run.
-        runs: how many of them have a finite value there.
-        step: the last one of all of them; of runs of different lengths, the largest that all have a value for.
-        cut: whether some of them are longer.
+        mean, std: of the values at `step`; the sample standard deviation is None for one run.
+        runs: number of runs with a finite value at `step`.
+        step: last step of all runs; if they differ in length, the largest step at which all have a value.
+        cut: whether some runs are longer.
     """
 
     mean: float
@@ -44,12 +44,12 @@ class Spread:
 
 @dataclass
 class Group:
-    """Runs that agree in some settings.
+    """Runs with the same values of some settings.
 
     Attributes:
-        by: those settings, dotted key -> value.
-        runs: all of them.
-        metrics: of those that have finished.
+        by: the settings, dotted key -> value.
+        runs: all runs of the group.
+        metrics: of the finished runs.
     """
 
     by: dict[str, Any]
@@ -62,12 +62,12 @@ class Group:
 
     @property
     def left_out(self) -> int:
-        """How many are in no mean: they have failed or not finished, and may be shorter than the others."""
+        """Return the number of runs in no mean: failed or unfinished runs, which may be shorter."""
         return sum(run.state != FINISHED for run in self.runs)
 
 
 def differing(runs: Sequence[RunResults]) -> list[str]:
-    """The keys in which the settings of runs differ: first what changes the result, then the rest; the seed last."""
+    """Return the keys of settings that differ between runs: those that change the result, the rest, the seed."""
     readable = [run.settings for run in runs if run.settings]
     keys = dict.fromkeys(key for settings in readable for key in settings)
     found = [key for key in keys if key not in OWN and _differs(key, readable)]
@@ -84,7 +84,10 @@ def _differs(key: str, settings: Sequence[dict[str, Any]]) -> bool:
 
 
 def main_settings(runs: Sequence[RunResults]) -> list[str]:
-    """Pick the settings that deserve a column unless somebody chooses others.
+    """Return the settings that get a column by default.
+
+    They differ, can change a result, are in the config of at least half of the runs, and have short values: no paths,
+    no digests, no lists, no notes. Settings with the most values come first, and the seed last.
 
     They differ, can change a result, are in the config of at least half of the runs, and have short values: no paths,
     no digests, no lists, no notes. Those with most values come first, and the seed last.
@@ -113,7 +116,7 @@ def _is_short(value: Any) -> bool:
 
 
 def grouped(runs: Sequence[RunResults], by: Sequence[str]) -> list[Group]:
-    """The runs by the values of these settings, in the order of the values.
+    """Group the runs by the values of the settings `by`, in the order of the values.
 
     Raises:
         UserError: no run has such a setting.
@@ -138,7 +141,7 @@ def _some(runs: Sequence[RunResults]) -> str:
 
 
 def _order(value: Any) -> tuple[int, float, str]:
-    """Numbers by size and before everything else."""
+    """Return a sort key that puts numbers first, by size."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return 0, value, ""
     return 1, 0.0, as_text(value)
@@ -151,7 +154,7 @@ def _spreads(runs: Sequence[RunResults]) -> dict[str, Spread]:
 
 
 def _spread(curves: Sequence[Series]) -> Spread | None:
-    """Of the values at one step; None if there is none that all have, or no value is finite there."""
+    """Return the spread at one step; None if the runs have no common step, or no finite value there."""
     last = {int(curve.steps[-1]) for curve in curves}
     step = last.pop() if len(last) == 1 else _common_step(curves)
     values = [value for curve in curves if step is not None and math.isfinite(value := curve.at(step))]
@@ -161,25 +164,25 @@ def _spread(curves: Sequence[Series]) -> Spread | None:
     try:
         std = statistics.stdev(values) if len(values) > 1 else None
         return Spread(statistics.fmean(values), std, len(values), step, cut)
-    except OverflowError:  # the largest numbers that there are
+    except OverflowError:  # values near the largest float
         return Spread(math.inf, None, len(values), step, cut)
 
 
 def _common_step(curves: Sequence[Series]) -> int | None:
-    """The largest step that all of them have a point for."""
+    """Return the largest step at which all curves have a point."""
     common = reduce(np.intersect1d, [curve.steps for curve in curves])
     return int(common[-1]) if len(common) else None
 
 
 def main_metric(runs: Sequence[RunResults]) -> str | None:
-    """What runs are ranked by unless somebody says: what their best checkpoints are judged by, or the loss."""
+    """Return the metric that ranks runs by default: that of their best checkpoints, or the loss."""
     names = [name for run in runs for name in run.metrics]
     judged = [str(run.settings.get("checkpoint.best.metric")) for run in runs]
     return next((name for name in (*judged, "eval_loss", "loss", *names) if name in names), None)
 
 
 def ranked(runs: Sequence[RunResults], metric: str | None) -> list[RunResults]:
-    """The runs with the best value of a metric first; those without it last, in their order."""
+    """Return the runs, best value of `metric` first; runs without a value come last, in their order."""
     sign = 1 if metric is None or is_lower_better(runs, metric) else -1
 
     def key(run: RunResults) -> tuple[bool, float]:
@@ -190,12 +193,12 @@ def ranked(runs: Sequence[RunResults], metric: str | None) -> list[RunResults]:
 
 
 def is_lower_better(runs: Sequence[RunResults], metric: str) -> bool:
-    """Whether less of a metric is better, by what the runs say or by its name."""
+    """Return whether a lower value of a metric is better, by the runs' modes or by its name."""
     return lower_is_better(metric, {name: mode for run in runs for name, mode in run.modes.items()})
 
 
 def as_json(runs: Sequence[RunResults], groups: Sequence[Group]) -> dict[str, Any]:
-    """For programs. Numbers that are not finite are null; `goodput` is in node seconds by bucket."""
+    """Return the report for programs. Numbers that are not finite are null; `goodput` is in node seconds by bucket."""
     keys = differing(runs)
     attempts = [attempt for run in runs for attempt in run.accounts]
     return {
@@ -241,7 +244,7 @@ def _rounded(seconds: dict[str, float]) -> dict[str, float]:
 
 
 def for_json(value: Any) -> Any:
-    """A setting for JSON, which has neither NaN nor dates, as YAML does."""
+    """Convert a setting from YAML to JSON, which has neither NaN nor dates."""
     if isinstance(value, dict):
         return {str(key): for_json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

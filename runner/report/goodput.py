@@ -1,8 +1,8 @@
-"""Where the hours of the allocated nodes went, from the attempts of runs.
+"""Sum up how allocated node time was spent, from the attempts of runs.
 
-Only durations of one clock are added: those of an attempt are by the monotonic clock of its process, those of the queue
-by the scheduler's. The wall clock only tells in which week an attempt was. Of an attempt that was killed, what came
-after its last heartbeat is not known and is left out: at most 0.4 % of its time (see `runner.rundir.lease`).
+Only durations of the same clock are added: those of an attempt are by the monotonic clock of its process, those of the
+queue by the scheduler's clock. The wall clock only decides in which week an attempt was. For a killed attempt, the time
+after its last heartbeat is unknown and left out: at most 0.4 % of its time (see `runner.rundir.lease`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ BUCKETS = {
     "end": "ending and requeueing",
 }
 WAITING = ("queue", "hold")
-"""Those in which no node is allocated."""
-_ACTIVITIES = {**{name: name for name in ACTIVITIES}, "data_wait": "data"}  # `steps` is divided further
+"""The buckets in which no node is allocated."""
+_ACTIVITIES = {**{name: name for name in ACTIVITIES}, "data_wait": "data"}  # `steps` is split into useful and repeated
 MAX_NODES, MAX_STEPS = 1_000_000, 10**15
 DAY_S, WEEK_S = 86_400.0, 7 * 86_400.0
-MAX_LENGTH_S = 520 * WEEK_S  # of an attempt, and LAST_START_S in the year 2286: whatever is beyond is damage
+MAX_LENGTH_S = 520 * WEEK_S  # of an attempt; LAST_START_S is in the year 2286. Larger values are damage.
 LAST_START_S = 1e10
 
 
 def of_attempt(attempt: Mapping[str, Any]) -> dict[str, float]:
-    """Node seconds by bucket; `attempt` is a line of attempts.jsonl. All 0 if it has no account of its time."""
+    """Return node seconds by bucket for a line of attempts.jsonl; all 0 if it has no time account."""
     seconds: Mapping[str, Any] = attempt["seconds"] if has_account(attempt) else {}
     nodes = attempt.get("nodes")
     nodes = nodes if type(nodes) is int and 0 < nodes <= MAX_NODES else 1
@@ -48,24 +48,24 @@ def of_attempt(attempt: Mapping[str, Any]) -> dict[str, float]:
 
 
 def has_account(attempt: Mapping[str, Any]) -> bool:
-    """Whether it is known where the time of an attempt went: not if an older version made it, for example."""
+    """Return whether an attempt has a time account; attempts of older versions have none, for example."""
     return isinstance(attempt.get("seconds"), Mapping)
 
 
 def under_way(current: Mapping[str, Any], time: Any, checkpoint_step: int) -> dict[str, Any]:
-    """The line of attempts.jsonl that an attempt would have that has not recorded its end, if it ended now.
+    """Return the line that an attempt without a recorded end would have in attempts.jsonl, if it ended now.
 
     Args:
-        current: its entry in attempt.json.
-        time: the last known state of its account.
-        checkpoint_step: of the newest checkpoint.
+        current: entry of the attempt in attempt.json.
+        time: last known state of its time account.
+        checkpoint_step: step of the newest checkpoint.
     """
     start_step = current.get("start_step")
     return {**current, **closed(time, start_step if isinstance(start_step, int) else 0, checkpoint_step)}
 
 
 def resumed(attempts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The lines of a run, in which a step counts once that a later attempt made again: a checkpoint was corrupt."""
+    """Return the attempts of a run, with steps counted once that were repeated after a corrupt checkpoint."""
     found: list[Mapping[str, Any]] = []
     least = MAX_STEPS
     for attempt in reversed(attempts):
@@ -77,17 +77,17 @@ def resumed(attempts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def all_kept(attempt: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of an attempt that is running: its last steps may still be saved, so none counts as repeated."""
+    """Return the line of a running attempt with no step counted as repeated: its last steps may still be saved."""
     return {**attempt, "kept_s": MAX_SECONDS / 2}
 
 
 def of_run(attempts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Node seconds by bucket over attempts."""
+    """Sum node seconds by bucket over attempts."""
     return total(of_attempt(attempt) for attempt in attempts)
 
 
 def total(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The sum of several, by bucket."""
+    """Sum seconds by bucket."""
     found = dict.fromkeys(BUCKETS, 0.0)
     for part in parts:
         for bucket, seconds in part.items():
@@ -96,7 +96,7 @@ def total(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """The share of each bucket in the time of the allocated nodes, which excludes the queue; 0 to 1."""
+    """Return the share (0 to 1) of each bucket in the allocated node time, which excludes the queue."""
     allocated = sum(value for bucket, value in seconds.items() if bucket not in WAITING)
     return {
         bucket: value / allocated if allocated else 0.0 for bucket, value in seconds.items() if bucket not in WAITING
@@ -104,10 +104,10 @@ def shares(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def by_week(attempts: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Node seconds by bucket and by ISO week (`2026-W47`, UTC).
+    """Sum node seconds by ISO week (`2026-W47`, UTC) and bucket.
 
-    An attempt that reaches into several weeks is divided by the time that it was in each, its waiting is put where it
-    began. One that has no usable time of its start is left out.
+    An attempt over several weeks is split by the time in each. Its waiting counts for the week in which it began. An
+    attempt without a usable start time is left out.
     """
     found: dict[str, list[dict[str, float]]] = {}
     for attempt in attempts:
@@ -122,13 +122,13 @@ def by_week(attempts: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]
 
 
 def _length(attempt: Mapping[str, Any]) -> float:
-    """How long an attempt took on each of its nodes; 0 if that cannot be."""
+    """Return how long an attempt took on each of its nodes, in seconds; 0 if the value is impossible."""
     seconds = lived_s(attempt) if has_account(attempt) else None
     return seconds if seconds is not None and seconds < MAX_LENGTH_S else 0.0
 
 
 def _weeks(started: float, length: float) -> Iterator[tuple[str, float]]:
-    """The weeks from `started` (seconds since 1970) on for `length` seconds, each with its share of them."""
+    """Yield each week of the `length` seconds from `started` (seconds since 1970), with its share of them."""
     # Weeks begin on Mondays; 1970 began on a Thursday.
     at, end = started, started + length
     while True:

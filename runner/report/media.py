@@ -1,4 +1,4 @@
-"""The images and texts that a page embeds: as many of all runs as fit its bound, spread over the steps."""
+"""Choose the images and texts that a page embeds, up to a limit of bytes, spread over the steps."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from runner.report.runs import RunResults
 from runner.rundir.artifacts import Artifact
 
 MAX_BYTES = 3_000_000
-"""Of all that a page embeds together, in base64."""
+"""The limit for everything that a page embeds, in base64."""
 MAX_FILE_BYTES = 1_000_000  # of one image or text
 SIGNATURE = b"\x89PNG"
 
 Media = dict[str, list[list[Any]]]
-"""Of a run: name -> [step, whether it is an image, the PNG file in base64 or the text], in the order of the steps."""
+"""For one run: name -> [step, whether it is an image, the PNG file in base64 or the text], ordered by step."""
 
 
 def embedded(runs: Sequence[RunResults], most: int = MAX_BYTES) -> tuple[list[Media], str]:
     """Choose what to embed, and read it.
 
-    Every name of every run gets its last step first, then its first, then steps between them.
+    For every name of every run, the last step is chosen first, then the first step, then steps between them.
 
     Args:
-        runs: those of the page.
-        most: bytes that all of it may take together.
+        runs: runs of the page.
+        most: limit for all embedded bytes.
 
     Returns:
-        for each run what is embedded, and a sentence about what is not; empty if all is.
+        the embedded media of each run, and a sentence about those left out; empty if there are none.
     """
     media: list[Media] = [{} for _ in runs]
     left_out = used = 0
@@ -57,7 +57,7 @@ def embedded(runs: Sequence[RunResults], most: int = MAX_BYTES) -> tuple[list[Me
 
 
 def _by_importance(listed: list[Artifact]) -> list[Artifact]:
-    """Order a list: the last one, the first one, and between them always those farthest from the ones before."""
+    """Order the artifacts of a name: the last, the first, then repeatedly those farthest from the ones before."""
     last = len(listed) - 1
     strides = [1 << power for power in reversed(range(len(listed).bit_length()))]
     order = [last, 0, *(last - back for stride in strides for back in range(0, len(listed), stride))]
@@ -65,7 +65,7 @@ def _by_importance(listed: list[Artifact]) -> list[Artifact]:
 
 
 def _content(one: Artifact, room: int) -> str | None:
-    """Return the content as the page holds it; None if it is too large, is no PNG file or cannot be read."""
+    """Return an artifact as the page embeds it; None if it is too large, no PNG file or cannot be read."""
     needed = one.size * 4 // 3 + 4 if one.is_image else one.size
     if one.size > MAX_FILE_BYTES or needed > room:
         return None
@@ -73,6 +73,6 @@ def _content(one: Artifact, room: int) -> str | None:
         if not one.is_image:
             return one.text()
         image = one.read()
-    except OSError:  # removed meanwhile
+    except OSError:  # removed since
         return None
     return base64.b64encode(image).decode() if image.startswith(SIGNATURE) else None

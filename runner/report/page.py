@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file with its data and its scripts, which needs no network."""
+"""Write the page of a report: one HTML file with its data and scripts, which needs no network."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from runner.report.tables import TITLES, fork_lines, ranks_text
 from runner.system import files
 
 POINTS = 1_200_000
-"""Of all curves of a page together: about 13 MB."""
-MIN_POINTS = 40  # of a curve
+"""The limit for all curves of a page together: about 13 MB."""
+MIN_POINTS = 40  # of one curve
 MAX_EVENTS = 60  # evaluations of a run that the time line shows
 PLOTTED = ("lr", "grad_norm")  # besides metrics
-HARDWARE = {  # of timings.jsonl, on the page in these units
+HARDWARE = {  # numbers of timings.jsonl -> title and unit on the page
     "tokens_per_s": ("tokens/s", 1.0),
     "samples_per_s": ("samples/s", 1.0),
     "memory_bytes": ("memory, GiB", 2.0**30),
@@ -40,9 +40,9 @@ HARDWARE = {  # of timings.jsonl, on the page in these units
 }
 WAIT = "data wait, %"
 MAX_DIFF = 20_000  # characters of the uncommitted changes of a run
-MAX_DIFFS = 50  # of different ones on a page
+MAX_DIFFS = 50  # different diffs on a page
 SCRIPTS = ("core", "curves", "tables", "settings", "run", "media", "time", "main")  # of page/, in this order
-SEARCH_SCRIPT = "search"  # likewise, after those, on a page with a search
+SEARCH_SCRIPT = "search"  # also of page/, added last on a page with a search
 AXES = {"step": "step", "tokens_seen": "tokens", "samples_seen": "samples", "hours": "hours"}
 
 
@@ -56,24 +56,24 @@ def page(
     refresh_s: float | None = None,
     searches: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The HTML of the page.
+    """Return the HTML of the page.
 
     Args:
-        runs: those to show, one or more.
-        title: its heading.
-        metric: what it shows first.
-        by: the settings that it groups by first, if any.
-        together: settings that one may want to group by together; each by itself can be chosen anyway.
+        runs: runs to show, one or more.
+        title: heading of the page.
+        metric: metric that the page shows first.
+        by: settings by which the page groups at first, if any.
+        together: settings offered as one combined grouping. Each single setting is offered anyway.
         intro: HTML that precedes everything else.
-        refresh_s: it is written again so often, and loads itself again.
-        searches: of each `runner.report.search.search_data`, with its name and a summary.
+        refresh_s: seconds after which the page is rewritten and reloads itself.
+        searches: data of each search from `runner.report.search.search_data`, with its name and a summary.
     """
     parts = resources.files("runner.report") / "page"
     html = (parts / "page.html").read_text()
     data = {**page_data(runs, title, metric, by, together), "refresh": refresh_s}
     data |= {"searches": list(searches)} if searches else {}
     scripts = (*SCRIPTS, SEARCH_SCRIPT) if searches else SCRIPTS
-    # In this order: what is put in is not searched again.
+    # In the order of the marks in the page, so that inserted text is not searched for marks.
     filled = {
         "/*STYLE*/": (parts / "page.css").read_text(),
         "<!--INTRO-->": f'<div id="intro">{intro}</div>' if intro else "",
@@ -89,10 +89,10 @@ def page(
 
 
 def _plotly() -> Path:
-    """The script in the package plotly, of which no Python is imported.
+    """Return the path of the script in the package plotly, without importing the package.
 
     Raises:
-        UserError: there is none.
+        UserError: plotly is not installed.
     """
     found = importlib.util.find_spec("plotly")
     for folder in found.submodule_search_locations or [] if found else []:
@@ -104,14 +104,14 @@ def _plotly() -> Path:
 
 @cache
 def _packed_plotly(script: Path) -> str:
-    """Pack the script, compressed to 1.5 MB and in base64: the browser unpacks it in a tenth of a second."""
+    """Return the script gzipped (1.5 MB) and in base64. The browser unpacks it in a tenth of a second."""
     return base64.b64encode(gzip.compress(script.read_bytes(), mtime=0)).decode()
 
 
 def page_data(
     runs: Sequence[RunResults], title: str, metric: str | None, by: Sequence[str] = (), together: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """What the script reads."""
+    """Return the data that the page's script reads."""
     keys = differing(runs)
     keys += [key for key in by if key not in keys]
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
@@ -168,7 +168,7 @@ def _beginning(diff: str) -> str:
 
 
 def _common(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what all of them that are not empty have in common."""
+    """Return the entries that all non-empty parts have in common."""
     first, *others = [part for part in parts if part] or [{}]
     return {key: value for key, value in first.items() if all(_is(one, key, value) for one in others)}
 
@@ -182,14 +182,14 @@ def _rest(part: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fork(run: RunResults, places: Mapping[Path, int]) -> dict[str, Any] | None:
-    """Return its trunk with the index of that on the page, if it is there, and the step at which it left it."""
+    """Return a branch's trunk, the fork's step, and the trunk's index on the page (None if it is not there)."""
     if run.fork is None or run.trunk is None:
         return None
     return {"run": run.fork[0], "step": run.fork[1], "index": places.get(run.trunk)}
 
 
 def _budget(runs: Sequence[RunResults]) -> int:
-    """Return the points of a curve, so that all are at most POINTS; those of parts and the hardware have a quarter."""
+    """Return the points of a curve, so that all are at most POINTS; parts and hardware get a quarter of it."""
     names = [name for run in runs for name in run.series if is_plotted(name)]
     parts = sum("/" in name for name in names)
     quarters = parts + sum(name in HARDWARE or name == "data_wait_s" for run in runs for name in run.timings)
@@ -197,7 +197,7 @@ def _budget(runs: Sequence[RunResults]) -> int:
 
 
 def is_plotted(name: str) -> bool:
-    """Whether the page has a curve of a number: of a metric, an axis, or what each source has given."""
+    """Return whether the page has a curve of a number: a metric, an axis or a source's sample count."""
     return is_metric(name) or name in (*PLOTTED, *AXES) or name.startswith("sources/")
 
 
@@ -229,7 +229,7 @@ def _run(run: RunResults, points: int, keep: Sequence[int]) -> dict[str, Any]:
 
 
 def _packed(series: Series) -> list[str]:
-    """Steps as little-endian uint32 and values as float32, each in base64."""
+    """Return steps as little-endian uint32 and values as float32, each in base64."""
     steps = np.minimum(series.steps, 2**32 - 1).astype("<u4")
     with np.errstate(over="ignore"):
         values = series.values.astype("<f4")
@@ -237,11 +237,11 @@ def _packed(series: Series) -> list[str]:
 
 
 def _hours(run: RunResults) -> dict[str, Series]:
-    """Hours of training by step, without the time between attempts and what was made twice."""
+    """Return hours of training by step, without the time between attempts and without repeated steps."""
     timed = run.timings.get("step_s")
     if timed is None or not len(timed):
         return {}
-    # From the beginning to the last step, for which the last line of timings may have come too early.
+    # From the beginning to the last step, which may be after the last line of timings.
     steps = np.append(timed.steps, max(run.steps, int(timed.steps[-1])))
     each = np.append(timed.values, timed.values[-1])
     taken = np.nancumsum(np.diff(steps, prepend=0) * each) / 3600
@@ -249,7 +249,7 @@ def _hours(run: RunResults) -> dict[str, Series]:
 
 
 def _hardware(run: RunResults) -> dict[str, Series]:
-    """Speed and memory over the steps, and the share of the time of steps in which they waited for data, in percent."""
+    """Return speed and memory by step, and the percentage of step time spent waiting for data."""
     scaled = {title: (run.timings[name], scale) for name, (title, scale) in HARDWARE.items() if name in run.timings}
     found = {title: Series(one.steps, one.values / scale) for title, (one, scale) in scaled.items()}
     waited, step = run.timings.get("data_wait_s"), run.timings.get("step_s")
@@ -270,7 +270,7 @@ def _attempt(attempt: dict[str, Any]) -> dict[str, Any]:
 
 
 def _events(run: RunResults) -> list[dict[str, Any]]:
-    """Evaluations and phase changes with the time at which their step was made, as far as that is known."""
+    """Return evaluations and phase changes, with the time of their step as far as that is known."""
     clock = _clock(run)
     if not clock:
         return []
@@ -288,7 +288,7 @@ def _events(run: RunResults) -> list[dict[str, Any]]:
 
 
 def _clock(run: RunResults) -> dict[int, float]:
-    """When some of the run's own steps were made: by the lines of its timings, its first start and its last end."""
+    """Return when some of the run's steps were made: from its timings, its first start and its last end."""
     timed = run.timings.get("time")
     lines = [] if timed is None else zip(timed.steps.tolist(), timed.values.tolist(), strict=True)
     made = {step: at for step, at in lines if step > _trunk_steps(run)}
@@ -300,5 +300,5 @@ def _clock(run: RunResults) -> dict[int, float]:
 
 
 def _trunk_steps(run: RunResults) -> int:
-    """The steps of a branch that its trunk made, at a time when there was no branch."""
+    """Return the number of a branch's steps that its trunk made before the fork."""
     return 0 if run.fork is None else run.fork[1]

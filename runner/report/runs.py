@@ -1,4 +1,4 @@
-"""One run as a report sees it: its settings, its metrics, its attempts. Read without Hydra, torch or omegaconf."""
+"""Read one run for a report: settings, metrics and attempts, without Hydra, torch or omegaconf."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ FINISHED = "finished"
 NO_MODES: Mapping[str, str] = {}
 MAX_ENDS = 100
 RUNNING = ("running", "suspended", "ending")  # states of a run whose last steps may still be saved
-# Numbers of a record that describe the training, and are no results to compare runs by.
+# Numbers of a record that describe the training; they are no results by which runs are compared.
 COUNTS = ("lr", "samples_seen", "tokens_seen", "grad_norm")
 NESTED_COUNTS = ("sources/", "lr_by_optimizer/", "grad_norm_by_optimizer/")
 MAX_NUMBER = 1e11  # in the attempt log; as seconds since 1970, in the year 5138
-# Parts of the names of metrics of which more, or less, is better; of others nobody knows.
+# Words in names of metrics of which higher, or lower, is better. For other metrics that is unknown.
 HIGHER_IS_BETTER = (
     *("accuracy", "acc", "f1", "auc", "auroc", "precision", "recall", "reward", "return", "score", "bleu", "rouge"),
     *("r2", "psnr", "ssim", "iou", "dice", "map", "ndcg", "correct", "correlation", "auprc", "kappa"),
@@ -47,7 +47,7 @@ LOWER_IS_BETTER = (
 
 @dataclass(frozen=True)
 class Result:
-    """What a metric has come to. `best` and `best_step` are None if it was never finite, or is no result."""
+    """The results of a metric. `best` and `best_step` are None if it was never finite, or cannot be ranked."""
 
     last: float
     best: float | None
@@ -56,26 +56,27 @@ class Result:
 
 @dataclass
 class RunResults:
-    """One run.
+    """The results of one run.
 
     Attributes:
-        name: its path below the directory of the report.
-        path: its directory.
+        name: path below the report's directory.
+        path: run directory.
         state: see `runner status`; `unreadable` with a reason if its records are malformed.
-        settings: dotted key -> value of its frozen config.
-        metrics: what each metric has come to.
-        series: every number over the steps, thinned.
-        steps, total: made so far, and in all.
-        fork: of a branch, the name of its trunk's directory, and the step at which it left it.
-        trunk: of a branch, the directory of its trunk, where it is now.
-        attempts: the ended ones, as in attempts.jsonl.
-        under_way: one that has not recorded its end, in the same form.
-        status: as in status.json.
-        artifacts: the images and texts that its callbacks logged.
-        code: what identifies its code.
-        environment: what it ran on.
-        diffs: the uncommitted changes of its code by their digests.
-        modes: `min` or `max` of the metrics for which the config, or somebody, says it.
+        settings: dotted key -> value of the frozen config.
+        metrics: name -> result.
+        series: every number by step, thinned.
+        timings: the numbers of timings.jsonl by step, thinned.
+        steps: number of steps so far.
+        fork: for a branch, the name of its trunk's directory, and the step of the fork.
+        trunk: for a branch, the present directory of its trunk.
+        attempts: ended attempts, as in attempts.jsonl.
+        under_way: an attempt without a recorded end, in the same form.
+        status: contents of status.json.
+        artifacts: images and texts that callbacks logged.
+        code: facts that identify the code.
+        environment: facts about software and hardware.
+        diffs: digest -> uncommitted changes of the code.
+        modes: `min` or `max` by metric, from the config or from the caller.
     """
 
     name: str
@@ -100,7 +101,7 @@ class RunResults:
 
     @property
     def accounts(self) -> list[Mapping[str, Any]]:
-        """All attempts, for `runner.report.goodput`."""
+        """Return all attempts, for `runner.report.goodput`."""
         last = [] if self.under_way is None else [self.under_way]
         if self.state in RUNNING:
             last = [goodput.all_kept(attempt) for attempt in last]
@@ -108,19 +109,19 @@ class RunResults:
 
     @property
     def ranks(self) -> list[int]:
-        """How many ranks its attempts had, in their order; a number again only after another one."""
+        """Return the numbers of ranks of the attempts, in order; consecutive equal numbers are merged."""
         attempts = [*self.attempts, *([] if self.under_way is None else [self.under_way])]
         counts = [attempt["ranks"] for attempt in attempts if isinstance(attempt.get("ranks"), int)]
         return [count for count, _ in groupby(counts)]
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Node seconds by bucket of `runner.report.goodput`."""
+        """Return node seconds by bucket of `runner.report.goodput`."""
         return goodput.of_run(self.accounts)
 
 
 def ends(runs: Iterable[RunResults]) -> list[int]:
-    """The steps at which metrics of finished runs have their last values: there runs of other lengths are compared."""
+    """Return the steps of the last values of finished runs' metrics: there, runs of other lengths are compared."""
     found = {int(run.series[name].steps[-1]) for run in runs if run.state == FINISHED for name in run.metrics}
     return sorted(found)[:MAX_ENDS]
 
@@ -128,14 +129,14 @@ def ends(runs: Iterable[RunResults]) -> list[int]:
 def read_run(
     run: RunDir, root: Path, points: int, keep: Collection[int] = (), modes: Mapping[str, str] = NO_MODES
 ) -> RunResults:
-    """The results of a run; `unreadable` if its directory holds anything unexpected.
+    """Read the results of a run; `unreadable` if its directory has unexpected contents.
 
     Args:
-        run: the run directory.
-        root: what its name is relative to.
-        points: about how many of each series to keep.
-        keep: steps at which to keep them in any case.
-        modes: `min` or `max` of metrics for which neither the config nor their names say which is better.
+        run: run directory.
+        root: directory to which the run's name is relative.
+        points: approximate number of points to keep of each series.
+        keep: steps whose points are always kept.
+        modes: `min` or `max` by metric, where neither the config nor the name shows which is better.
     """
     name = os.path.relpath(run.path, root)
     results = RunResults(name if name != "." else Path(os.path.abspath(run.path)).name, run.path)
@@ -179,7 +180,7 @@ def _fill_code(results: RunResults, run: RunDir) -> None:
 
 
 def _possible(record: Any) -> Any:
-    """A record with null for every number that is no time, count or duration, of which no date could be made."""
+    """Return a record with null for each number that cannot be a time, a count or a duration."""
     if isinstance(record, dict):
         return {key: _possible(value) for key, value in record.items()}
     if isinstance(record, int | float) and not 0 <= record <= MAX_NUMBER:
@@ -188,7 +189,7 @@ def _possible(record: Any) -> Any:
 
 
 def _fill_settings(results: RunResults, run: RunDir) -> None:
-    """Read the settings, with one for all entries of `fork`, and which trunk that names."""
+    """Read the settings, with one setting for all entries of `fork`, and find the trunk."""
     settings = flatten(read_plain(run.config))
     path, step = settings.get("fork.run"), settings.get("fork.step")
     elsewhere = ("fork.", "run.tags", "run.notes")
@@ -203,7 +204,7 @@ def _fill_settings(results: RunResults, run: RunDir) -> None:
 
 
 def _with_evaluations(series: dict[str, Series], run: RunDir) -> dict[str, Series]:
-    """With what `runner evaluate` has added: with other settings as `NAME@SETTINGS`."""
+    """Add the results of `runner evaluate`; those with other settings are named `NAME@SETTINGS`."""
     by_settings: dict[str, list[dict[str, Any]]] = {}
     for record in results(run):
         by_settings.setdefault(str(record.get("settings") or ""), []).append(record)
@@ -219,17 +220,17 @@ def _with_evaluations(series: dict[str, Series], run: RunDir) -> dict[str, Serie
 
 
 def is_metric(name: str) -> bool:
-    """Whether a number of a record is a result, by which runs are compared."""
+    """Return whether a number of a record is a result by which runs are compared."""
     return name not in COUNTS and not name.startswith(NESTED_COUNTS)
 
 
 def is_shown(name: str) -> bool:
-    """Whether a report shows a number of a record: results, what there is one of, and what each source has given."""
+    """Return whether a report shows a number of a record: results, single numbers and samples per source."""
     return not name.startswith(NESTED_COUNTS) or (name.startswith("sources/") and name.endswith("/samples"))
 
 
 def judges(settings: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return the metrics by which a run judges itself: name -> `min` or `max`."""
+    """Return the metrics by which a run stops early or keeps its best checkpoint: name -> `min` or `max`."""
     judged = {
         settings.get(f"{part}.metric"): settings.get(f"{part}.mode") for part in ("early_stopping", "checkpoint.best")
     }
@@ -237,10 +238,10 @@ def judges(settings: Mapping[str, Any]) -> dict[Any, Any]:
 
 
 def may_rank(name: str, judged: Collection[Any]) -> bool:
-    """Check whether a number can be a result, of which one value is better than another.
+    """Return whether a number can be ranked, that is, whether higher or lower is known to be better.
 
-    What a run is judged by is, and whatever has a name that says whether less or more of it is better, such as a loss
-    or an accuracy. A guess would put the worst run first.
+    This holds for the metrics in `judged`, and for names with a known word such as loss or accuracy. A wrong guess
+    would put the worst run first.
     """
     return name in judged or any(_is_high(word) or word in LOWER_IS_BETTER for word in _words(name))
 
@@ -250,7 +251,7 @@ def _is_high(word: str) -> bool:
 
 
 def lower_is_better(name: str, modes: Mapping[Any, Any]) -> bool:
-    """Whether less of a metric is better: as `modes` (`min` or `max` by name) say, or as its name suggests."""
+    """Return whether lower is better: by `modes` (`min` or `max` by name), or by the metric's name."""
     if modes.get(name):
         return bool(modes[name] != "max")
     words = _words(name)

@@ -1,6 +1,6 @@
-"""What the page shows of a search, as plain values: its trials, the importance of its settings, the best result so far.
+"""Collect what the page shows of a search: trials, importance of settings, best result so far.
 
-All of it follows from the rules and the journal. Results that are not finite are counted and left out.
+All values are derived from the rules and the journal. Results that are not finite are counted and left out.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from runner.search.journal import RESULT, Journal, Trial
 from runner.search.points import Dimension
 from runner.search.rules import Rules
 
-MIN_RESULTS = 8  # at one rung, for the importance of the settings
-MAX_BINS, BIN_SIZE = 4, 4  # of a setting that is a number: how many bins at most, of how many results at least
+MIN_RESULTS = 8  # at one rung, to compute the importance of settings
+MAX_BINS, BIN_SIZE = 4, 4  # for a numeric setting: most bins, fewest results in a bin
 
 
 def search_data(rules: Rules, journal: Journal) -> dict[str, Any]:
@@ -54,21 +54,21 @@ def search_data(rules: Rules, journal: Journal) -> dict[str, Any]:
 
 
 def position(dimension: Dimension, trial: Trial) -> float:
-    """Return where a trial is on the axis of a setting: its number, or the index of its value in the list."""
+    """Return the position of a trial on a setting's axis: its number, or the index of its value in the list."""
     value = trial.values[dimension.key]
     return dimension.values.index(value) if dimension.values else float(value)
 
 
 def results(journal: Journal, trial: Trial) -> list[tuple[int, float | None]]:
-    """Return the steps and results of a trial from the first rung on; None for one that is not finite."""
+    """Return the steps and results of a trial from the first rung on; None for a result that is not finite."""
     return [(step, value if math.isfinite(value) else None) for step, value in journal.results(trial)]
 
 
 def best_so_far(rules: Rules, journal: Journal) -> list[dict[str, Any]]:
     """Return each change of the best trial, with the steps trained until then, each step of a run counted once.
 
-    The best trial is that of `runner.search.decide.best`: it is sought at the highest rung with a result. Its result
-    can therefore become worse when the first trial reaches a higher rung.
+    The best trial is defined by `runner.search.decide.best`: it is at the highest rung with a result. Its result can
+    therefore become worse when the first trial reaches a higher rung.
     """
     grown, reached, steps = Journal(journal.repeats), dict[tuple[int, int], int](), 0
     order: tuple[int, float, int] | None = None
@@ -92,10 +92,10 @@ def best_so_far(rules: Rules, journal: Journal) -> list[dict[str, Any]]:
 
 
 def importance(dimensions: Sequence[Dimension], journal: Journal) -> dict[str, Any]:
-    """Return the share of the variance of the ranks of the results that each setting explains by itself.
+    """Return the share of the variance of the results' ranks that each setting alone explains.
 
-    The results are those of the rung with the most finite ones, the higher of two: trials at higher rungs were selected
-    by their results. Ranks are used because one result of a nearly diverged trial would be most of the variance.
+    The results are from the rung with the most finite ones, the higher of two: trials at higher rungs were selected by
+    their results. Ranks are used, because one nearly diverged trial would dominate the variance of the values.
     """
     at = [journal.at(rung) for rung in range(len(journal.rungs))]
     finite = [{number: value for number, value in each.items() if math.isfinite(value)} for each in at]
@@ -110,10 +110,10 @@ def importance(dimensions: Sequence[Dimension], journal: Journal) -> dict[str, A
 
 
 def explained(groups: Sequence[float], values: Sequence[float]) -> float | None:
-    """Return the share of the variance of `values` between groups; None if every value has a group of its own.
+    """Return the share of the variance of `values` between groups; None if each value is alone in its group.
 
-    Corrected for the number of groups, since a setting without any effect would explain (groups - 1) / (values - 1):
-    epsilon squared of Kelley, 1935, "An Unbiased Correlation Ratio Measure". At least 0.
+    The share is corrected for the number of groups, since a setting without any effect would explain (groups - 1) /
+    (values - 1): epsilon squared of Kelley, 1935, "An Unbiased Correlation Ratio Measure". It is at least 0.
     """
     total, kinds = _squares(values), set(groups)
     if len(kinds) == len(values):
@@ -130,7 +130,7 @@ def _squares(values: Sequence[float]) -> float:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Return the rank of each value; equal ones have the same."""
+    """Return the rank of each value; equal values have the same rank."""
     ordered = sorted(values)
     return [(bisect_left(ordered, value) + bisect_right(ordered, value)) / 2 for value in values]
 

@@ -1,4 +1,4 @@
-"""The numbers of a metrics.jsonl as arrays by name, read quickly; and fewer points of them, with the extremes kept."""
+"""Read the numbers of a metrics.jsonl as arrays, and thin them without losing the extremes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import orjson
 from runner.metrics.records import CARRIED
 from runner.system import files
 
-BLOCK_BYTES = 1 << 18  # small: the collector of garbage walks over the records of a block
-MAX_KINDS = 32  # of records in a block that are still taken in together
+BLOCK_BYTES = 1 << 18  # small: the garbage collector traverses the records of a block
+MAX_KINDS = 32  # sets of names in a block up to which equal ones are added together
 NUMBERS = frozenset({int, float, type(None)})
 
 
 @dataclass(frozen=True)
 class Series:
-    """One number over the steps.
+    """The values of one number by step.
 
     Attributes:
         steps: int64 of shape (N,), ascending.
-        values: float64 of shape (N,); not a number where the record had null.
+        values: float64 of shape (N,); NaN where the record has null.
     """
 
     steps: np.ndarray
@@ -40,7 +40,7 @@ class Series:
         return float(self.values[-1])
 
     def best(self, lowest: bool) -> tuple[float, int] | None:
-        """The best value and its step, the first of equal ones; None if none is finite."""
+        """Return the best value and its first step; None if no value is finite."""
         finite = np.flatnonzero(np.isfinite(self.values))
         if not len(finite):
             return None
@@ -50,17 +50,17 @@ class Series:
 
     @property
     def is_constant(self) -> bool:
-        """Tell whether it is one finite value throughout."""
+        """Return whether all values are the same finite number."""
         return bool(np.isfinite(self.values[0]) and (self.values == self.values[0]).all())
 
     def at(self, step: int) -> float:
-        """The value at a step that it has a point for."""
+        """Return the value at a step that has a point."""
         return float(self.values[np.searchsorted(self.steps, step)])
 
     def thinned(self, points: int, keep: Collection[int] = ()) -> Series:
-        """About `points` points of it: of every stretch the lowest, the highest and a gap; all if there are no more.
+        """Return about `points` points: the lowest, the highest and a gap of every stretch; all if there are fewer.
 
-        Between them are points at equal ratios of their indices, for logarithmic axes, and those at the steps `keep`.
+        Add points at equal ratios of their indices, for logarithmic axes, and the points at the steps `keep`.
         """
         count = len(self.steps)
         if count <= points:
@@ -79,12 +79,12 @@ class Series:
 
 @lru_cache(maxsize=64)
 def _spaced(count: int, points: int) -> np.ndarray:
-    """The first and the last of `count` indices, and others between them at equal ratios."""
+    """Return the first and last of `count` indices, and indices between them at equal ratios."""
     return np.unique(np.concatenate([[0], np.geomspace(1, count, max(points, 2)).astype(np.int64) - 1]))
 
 
 def _of_each_stretch(values: np.ndarray, stretches: int, extreme: Callable[..., Any]) -> np.ndarray:
-    """The index of the extreme value of each of some stretches of equal lengths, and of what remains at the end."""
+    """Return the index of the extreme value in each of `stretches` equal parts, and in the remainder."""
     length = -(-len(values) // max(stretches, 1))
     whole = len(values) // length * length
     found = extreme(values[:whole].reshape(-1, length), axis=1) + np.arange(0, whole, length)
@@ -93,17 +93,17 @@ def _of_each_stretch(values: np.ndarray, stretches: int, extreme: Callable[..., 
 
 @dataclass
 class Columns:
-    """Values by name, gathered from records that need not have the same names."""
+    """Values by name, collected from records that may have different names."""
 
     wanted: Callable[[str], bool] = lambda name: True
     steps: dict[str, list[np.ndarray]] = field(default_factory=dict)
     values: dict[str, list[np.ndarray]] = field(default_factory=dict)
 
     def add(self, records: Sequence[dict[str, Any]]) -> None:
-        """Take in the numbers of records, nested ones as `a/b`, under the step of each.
+        """Add the numbers of records under the step of each; nested names become `a/b`.
 
         Raises:
-            ValueError: something is not the record of a step.
+            ValueError: a record is not that of a step.
         """
         steps = [record.get("step") if type(record) is dict else None for record in records]
         wrong = (r for r, step in zip(records, steps, strict=True) if type(step) is not int or step < 0)
@@ -112,7 +112,7 @@ class Columns:
         self._add(records, np.array(steps, dtype=np.int64), "")
 
     def _add(self, records: Sequence[Mapping[str, Any]], steps: np.ndarray, prefix: str) -> None:
-        """Take in records, of which each has its step; those with the same names together."""
+        """Add records with their steps; records with the same names are added together."""
         names = list(map(tuple, records))
         kinds = set(names)
         if len(kinds) > MAX_KINDS:
@@ -139,13 +139,13 @@ class Columns:
                 self._add(values, steps, f"{prefix}{name}/")
             elif kinds <= NUMBERS:
                 self._append(prefix + name, steps, np.array(values, dtype=np.float64))
-            elif kinds & NUMBERS - {type(None)} or dict in kinds:  # of several types: each value by itself
+            elif kinds & NUMBERS - {type(None)} or dict in kinds:  # mixed types: add each value separately
                 for value, step in zip(values, steps, strict=True):
                     if type(value) is dict or type(value) in NUMBERS:
                         self._add_alike((name,), [{name: value}], step[None], prefix)
 
     def _add_each(self, records: Sequence[Mapping[str, Any]], steps: Sequence[int], prefix: str) -> None:
-        """Take in records that hardly two of have the same names, such as batches from a few of many sources."""
+        """Add records that mostly have different names, such as batches from a few of many sources."""
         found: dict[str, tuple[list[int], list[float | None]] | None] = {}
 
         def take(record: Mapping[str, Any], step: int, prefix: str) -> None:
@@ -183,16 +183,16 @@ class Columns:
 
 
 def merged(one: Series, other: Series) -> Series:
-    """Both together; at a step that both have, the value of `one`."""
+    """Return both series as one; at a common step, the value of `one`."""
     steps, values = np.concatenate([one.steps, other.steps]), np.concatenate([one.values, other.values])
     unique, first = np.unique(steps, return_index=True)
     return Series(unique, values[first])
 
 
 def _carried(one: Series, last: int) -> Series:
-    """A number that a record has only when it has changed, such that lines between its points are right.
+    """Add points to a number that is only recorded when it changes, so that lines between points are right.
 
-    Its value is repeated at the step before each change and at the last step; before its first one it was 0.
+    Its value is repeated at the step before each change and at the last step. Before its first point it was 0.
     """
     steps = np.concatenate([[0], one.steps, [last + 1]])
     values = np.concatenate([[0.0], one.values])
@@ -201,13 +201,13 @@ def _carried(one: Series, last: int) -> Series:
 
 
 def read_series(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Series]:
-    """The numbers of a file with a JSON object in each line, by name; a last line that is not complete is left out.
+    """Read the numbers of a JSON Lines file by name; an incomplete last line is ignored.
 
-    What a line has only when it has changed (see `runner.metrics.records`) has a point at both ends of each change.
+    A number that is only recorded when it changes (see `runner.metrics.records`) gets a point at both ends of a change.
 
     Args:
-        path: the file; if it is missing, there are no numbers.
-        wanted: whether a number is of interest, by its name.
+        path: the file; a missing file has no numbers.
+        wanted: whether to read the number of a name.
 
     Raises:
         ValueError: a line is not the record of a step.
@@ -228,7 +228,7 @@ def read_series(path: Path, wanted: Callable[[str], bool] = lambda name: True) -
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """The file in parts that end with a line."""
+    """Yield the file in blocks that end with a complete line."""
     rest = b""
     try:
         file = files.open_regular(path)
@@ -247,14 +247,14 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def _records(lines: Sequence[bytes]) -> list[Any]:
-    """The values of lines.
+    """Return the parsed lines.
 
     Raises:
         ValueError: a line is not JSON.
     """
     try:
         return list(map(orjson.loads, lines))
-    except orjson.JSONDecodeError:  # NaN and Infinity, which Python writes
+    except orjson.JSONDecodeError:  # NaN and Infinity, which Python's json writes
         pass
     records = []
     for line in lines:

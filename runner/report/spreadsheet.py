@@ -1,4 +1,4 @@
-"""The tables of a report as CSV."""
+"""Write the tables of a report as CSV."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.rundir.paths import RunDir
 
 
 def of_runs(runs: Sequence[RunResults]) -> str:
-    """One row per run: its settings that differ, and last, best and the step of the best of each metric."""
+    """Return one row per run: the settings that differ; last value, best value and best step of each metric."""
     keys = differing(runs)
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
     columns = ["run", "path", "state", "steps", *keys]
@@ -32,7 +32,7 @@ def of_runs(runs: Sequence[RunResults]) -> str:
 
 
 def of_steps(runs: Sequence[RunResults]) -> str:
-    """One row per run and step: the numbers of its record, nested ones as `a/b`, and of the evaluation at that step."""
+    """Return one row per run and step: the numbers of its record (nested as `a/b`) and of its evaluation."""
     rows: list[dict[str, Any]] = []
     for run in runs:
         if run.state == "unreadable":

@@ -1,4 +1,4 @@
-"""The tables of a report on a terminal."""
+"""Format the tables of a report for the terminal."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from runner.report.compare import Group, Spread, main_settings
 from runner.report.runs import FINISHED, Result, RunResults
 from runner.system import files
 
-MAX_SETTINGS = 6  # columns for settings that differ; the page has them all
+MAX_SETTINGS = 6  # columns for differing settings; the page has all of them
 MAX_TEXT = 40
-MAX_CHANGES = 4  # of the number of ranks
+MAX_CHANGES = 4  # of the number of ranks, shown
 TITLES = ("run", "rank", "state", "step", "best", "at step", "attempts", "ranks", "useful", "runs", "left out")
-"""Of the columns that are no settings, but for those of the metrics; on the terminal and on the page."""
+"""Titles of the columns, except settings and metrics; on the terminal and on the page."""
 
 
 def number(value: float | None) -> str:
-    """A number with four significant digits or decimals, as one reads losses and accuracies."""
+    """Format a number with four significant digits or decimals, as usual for losses and accuracies."""
     if value is None:
         return ""
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.4g}"
 
 
 def run_table(runs: Sequence[RunResults], metrics: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the runs: name, state, steps, last and best of each metric, settings that differ.
+    """Return columns and rows of runs: name, state, steps, last and best of each metric, differing settings.
 
-    Also the numbers of ranks of their attempts, if any had several.
+    If any attempt had several ranks, the numbers of ranks as well.
     """
     several = any(run.ranks not in ([], [1]) for run in runs)
     keys = main_settings(runs)[:MAX_SETTINGS]
@@ -49,7 +49,7 @@ def run_table(runs: Sequence[RunResults], metrics: Sequence[str]) -> tuple[list[
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """`4`, or `4, 1, 2` where the number has changed between attempts; of many changes the last ones."""
+    """Format numbers of ranks: `4`, or `4, 1, 2` if they changed between attempts; only the last of many changes."""
     shown = ranks[-MAX_CHANGES:]
     return ("…, " if len(shown) < len(ranks) else "") + ", ".join(map(str, shown))
 
@@ -66,7 +66,7 @@ def _result_cells(result: Result | None) -> list[str]:
 
 
 def group_table(groups: Sequence[Group], metrics: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of groups: their settings, how many runs, how many left out, mean ± standard deviation."""
+    """Return columns and rows of groups: settings, number of runs, runs left out, mean ± standard deviation."""
     names = short_names(list(groups[0].by), {*TITLES, *metrics}) if groups else {}
     columns = [*names.values(), "runs", "left out", *metrics]
     rows = []
@@ -79,21 +79,21 @@ def group_table(groups: Sequence[Group], metrics: Sequence[str]) -> tuple[list[s
 
 
 def _no_mean(group: Group, metric: str) -> str:
-    """Say why a group has no mean, if it has finished runs: they were evaluated at different steps."""
+    """Return why a group with finished runs has no mean: they were evaluated at different steps."""
     return "no common step" if any(metric in run.metrics for run in group.runs if run.state == FINISHED) else ""
 
 
 def _left_out(group: Group) -> str:
-    """`3: 1 failed, 2 not finished`; empty if there are none."""
+    """Return `3 of 8: 1 failed, 2 not finished`; empty if no run is left out."""
     parts = {"failed": group.failed, "not finished": group.left_out - group.failed}
     why = ", ".join(f"{count} {name}" for name, count in parts.items() if count)
     return f"{group.left_out} of {len(group.runs)}: {why}" if why else ""
 
 
 def fork_lines(runs: Sequence[RunResults]) -> list[str]:
-    """Draw the branches below their trunks, each with the step at which it left; nothing if there are none.
+    """Draw the branches below their trunks, each with the step of its fork; empty if there are none.
 
-    A trunk that is not among the runs is named, too.
+    A trunk that is not among the runs is drawn, too.
     """
     by_path = {files.resolve(run.path): run for run in runs}
     branches: dict[Path, list[RunResults]] = {}
@@ -118,7 +118,7 @@ def fork_lines(runs: Sequence[RunResults]) -> list[str]:
 
 
 def goodput_table(seconds: Mapping[str, float]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of where the time of the nodes went, largest first; then waiting, when no node is held."""
+    """Return columns and rows of node time by bucket, largest first; then the time without nodes."""
     of_allocated = goodput.shares(seconds)
     rows = [
         [goodput.BUCKETS[bucket], hours(seconds[bucket]), f"{100 * share:.1f} %"]
@@ -130,7 +130,7 @@ def goodput_table(seconds: Mapping[str, float]) -> tuple[list[str], list[list[st
 
 
 def week_table(weeks: Mapping[str, Mapping[str, float]]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of weeks: the time that nodes were held, and the share of each bucket that is not 0 in all."""
+    """Return columns and rows of weeks: allocated node time, and the share of each bucket that is not always 0."""
     in_all = goodput.shares(goodput.total(weeks.values()))
     used = [bucket for bucket, share in in_all.items() if share]
     rows = []
@@ -142,7 +142,7 @@ def week_table(weeks: Mapping[str, Mapping[str, float]]) -> tuple[list[str], lis
 
 
 def hours(seconds: float) -> str:
-    """A duration as one reads it: `12.3 s`, `4.5 min` or `6.7 h`."""
+    """Format a duration with a suitable unit: `12.3 s`, `4.5 min` or `6.7 h`."""
     if seconds >= 3600:
         return f"{seconds / 3600:.1f} h"
     return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.1f} s"
