@@ -115,7 +115,7 @@ def custody(run: RunDir, report: Callable[[str], None] | None = None) -> Iterato
         report: called with a message when there is something to wait for.
 
     Raises:
-        RunDirError: the run was moved or removed meanwhile.
+        RunDirError: the run was moved or removed since.
         LockedError: the run is live, or has a job in a queue.
         UserError: a scheduler that may have a job of it does not answer, or the directory cannot be written.
     """

@@ -1,11 +1,11 @@
-"""This process among the ranks of the run: rank, world size, and the collectives the runner needs.
+"""Hold this process's rank, the world size, and the collectives that the runner needs.
 
-`World.from_environment` reads what torchrun sets (the Slurm launcher sets the same from the SLURM variables). With one
-process every collective is the identity and nothing is initialized. Control traffic uses gloo on the CPU, gradients
-nccl where there are GPUs. Importing this module imports no torch.
+`World.from_environment` reads the variables that torchrun sets (the Slurm launcher derives them from the SLURM
+variables). With one process every collective is the identity and nothing is initialized. Control traffic uses gloo on
+the CPU; gradients use nccl where there are GPUs. Importing this module imports no torch.
 
-Errors travel between ranks as plain data, never as pickled exceptions: one that cannot be unpickled would leave the
-other ranks waiting.
+Errors are sent between ranks as plain data, never as pickled exceptions: an exception that cannot be unpickled would
+leave the other ranks waiting.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A rank that died is noticed at once, by its closed connection; this is for one that hangs. Rank 0 may
-# take long over a slow disk or a scheduler that does not answer, while the others wait for it.
+# For a rank that hangs; a dead rank is noticed at once, by its closed connection. Rank 0 may take long over a slow disk
+# or a scheduler that does not answer, while the others wait for it.
 TIMEOUT = timedelta(minutes=10)
 
 PROBE_S = 5.0
-"""How long `World.lost_a_peer` waits for an answer. A dead peer is noticed at once; only live ones use this up."""
+"""How long `World.lost_a_peer` waits for an answer. A dead peer is noticed at once; live peers use all of it."""
 AT_ONCE = 0.5
-"""The share of PROBE_S within which an error means a dead peer. A later one is the end of the wait: the timers of gloo
-and of this process differ, so it may come a little, or a step of the system's clock, before the deadline."""
-_PROBE_TAG = 1_000_003  # no collective and no other message of ours uses it
+"""The share of PROBE_S within which an error means a dead peer. A later error is the timeout: the timers of gloo and of
+this process differ, so it may come a little, or a step of the system's clock, before the deadline."""
+_PROBE_TAG = 1_000_003  # not used by collectives and other messages
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among the ranks of the run.
+    """A rank of the run and its communication with the others.
 
     All ranks must call the same methods in the same order.
 
@@ -57,7 +57,7 @@ class World:
 
     @staticmethod
     def from_environment() -> World:
-        """Read RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them; one process where they are not set.
+        """Read RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them; one process if they are not set.
 
         Raises:
             UserError: the variables are not integers or contradict each other.
@@ -72,8 +72,8 @@ class World:
         if not 0 <= rank < size:
             raise UserError(f"RANK={rank} must be between 0 and WORLD_SIZE - 1 = {size - 1}")
         if size > 1:
-            # DDP's advice to turn off the search for unused parameters, which `runner.training.ranks.parallel` has a
-            # reason to ignore, comes from C++ and can only be silenced before torch is imported.
+            # DDP advises to turn off the search for unused parameters, which `runner.training.ranks.parallel` needs.
+            # The advice comes from C++ and can only be silenced before torch is imported.
             processes.environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         return World(rank, size, local_rank)
 
@@ -88,7 +88,7 @@ class World:
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def start(self, device: torch.device) -> None:
-        """Join the default process group (nothing to do with one process)."""
+        """Join the default process group; do nothing with one process."""
         if self.size == 1:
             return
         import torch.distributed as dist
@@ -136,13 +136,14 @@ class World:
         """Begin to send tensors to other ranks, and to receive theirs; on any device that training uses.
 
         Args:
-            receive: (from which rank, into what); contiguous, of the size that is sent there. Those of one rank come in
-                the order in which it sends them.
-            send: (to which rank, what); contiguous. Stays untouched until the exchange has ended, as what is received.
-            tag: tells exchanges from one another that several ranks may begin in another order (not with nccl).
+            receive: pairs of source rank and contiguous tensor, of the size that is sent. Tensors from one rank arrive
+                in the order in which it sends them.
+            send: pairs of target rank and contiguous tensor. Do not change sent and received tensors until the exchange
+                has ended.
+            tag: distinguishes exchanges that ranks may begin in different orders (not with nccl).
 
         Returns:
-            Waits for the end.
+            A function that waits until the exchange has ended.
         """
         import torch.distributed as dist
 
@@ -205,7 +206,7 @@ class World:
         return values
 
     def run_on_main(self, function: Callable[[], T]) -> T:
-        """Run `function` on rank 0 alone; its result, or its error, on every rank.
+        """Run `function` on rank 0 alone, and return its result or raise its error on every rank.
 
         Raises:
             Exception: on rank 0 what `function` raised; on the others the same UserError or OSError, and a PeerError
@@ -246,8 +247,8 @@ class World:
         """Check whether the process of another rank has ended. Call once, after an error that ends this process.
 
         A gradient exchange that fails inside `backward` raises a plain RuntimeError, as this rank's own code might.
-        Reading from a process that has ended fails at once; one that lives answers if it failed too, or is waiting
-        in a collective and does not. A peer that hangs cannot be distinguished from one that waits for this rank.
+        Reading from an ended process fails at once. A live process answers if it failed too, and does not answer while
+        it waits in a collective. A peer that hangs cannot be distinguished from one that waits for this rank.
         """
         distributed: Any = sys.modules.get("torch.distributed")
         if self.size == 1 or distributed is None or not distributed.is_initialized():
@@ -262,13 +263,13 @@ class World:
             messages += [distributed.irecv(torch.zeros(1), peer, **options) for peer in self.others]
             for message in messages:
                 message.wait(timedelta(seconds=max(deadline - clock.monotonic(), 0.1)))
-        except RuntimeError:  # a wait that times out closes every connection, so that later errors mean nothing
+        except RuntimeError:  # a timeout closes every connection, so later errors mean nothing
             return clock.monotonic() - began < AT_ONCE * PROBE_S
         return False
 
 
 def lost_peer(error: RuntimeError) -> PeerError:
-    """Return the PeerError to raise where `error` came from a broken exchange with another rank."""
+    """Return the PeerError to raise if `error` came from a broken exchange with another rank."""
     return PeerError(
         f"another rank of this job has ended or does not answer: see its output ({type(error).__name__}: {error})"
     )
@@ -279,7 +280,7 @@ class _Waited(threading.local):
 
 
 waited = _Waited()
-"""`seconds`: how long this thread has been in collectives of `World` so far, which includes waiting for other ranks."""
+"""`seconds`: time this thread has spent in collectives of `World` so far, including waiting for other ranks."""
 
 
 @contextmanager
@@ -297,12 +298,12 @@ def _peer_errors() -> Iterator[None]:
 def _outcome(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return function(), None
-    except Exception as error:  # noqa: BLE001 whatever it is, the other ranks must learn of it
+    except Exception as error:  # noqa: BLE001 the other ranks must learn of any error
         return None, error
 
 
 Report = tuple[str, str, int | None, str | None]
-"""An error as plain data: class in runner.errors (or OSError), message; errno and file name of it or of its cause."""
+"""An error as plain data: class in runner.errors (or OSError), message, and errno and file name of it or its cause."""
 
 
 def _pack(error: Exception, rank: int) -> Report:
@@ -314,7 +315,7 @@ def _pack(error: Exception, rank: int) -> Report:
         cause = error.__cause__
         code, filename = (cause.errno, cause.filename) if isinstance(cause, OSError) else (None, None)
         return known, str(error), code, filename and str(filename)
-    # An exception's own __str__ may fail as well; the traceback module is prepared for that.
+    # The exception's __str__ may fail as well; the traceback module handles that.
     return PeerError.__name__, f"rank {rank}: {''.join(traceback.format_exception_only(error)).strip()}", None, None
 
 
@@ -323,7 +324,7 @@ def _unpack(report: Report) -> Exception:
     if kind == "OSError":
         return OSError(errno, message, filename)
     error: Exception = getattr(errors, kind)(message)
-    if errno is not None:  # every rank must see whether the cause may pass
+    if errno is not None:  # every rank must know whether the cause is temporary
         error.__cause__ = OSError(errno, os.strerror(errno), filename)
     return error
 

@@ -1,8 +1,8 @@
-"""All access to the file system: atomic replacement, fsync, JSON, and the plain operations under them.
+"""Access the file system: atomic replacement, fsync, JSON, and primitive operations.
 
-Code that keeps a run's records looks at, opens, changes and lists files only through here, and calls the functions
-through the module (`files.rename(...)`), so that a test can replace the file system: the primitives come first, one for
-each call of the kernel, and everything below them is built on them alone. Imports no torch, hydra or numpy.
+Code that keeps a run's records uses the file system only through this module, and calls its functions through the
+module (`files.rename(...)`), so that a test can replace the file system. The primitives come first, one for each system
+call. Everything below uses only the primitives. Imports no torch, hydra or numpy.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from typing import Any, BinaryIO
 COPY_BYTES = 1 << 20
 TAIL_BYTES = 1 << 16
 NO_COPY = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
-"""Where the kernel does not copy a file: between some file systems, and on some."""
+"""Errors of file systems, or pairs of them, between which the kernel does not copy a file."""
 
 MAX_RECORD_BYTES = 64 << 20
-"""The largest record that is read whole; our own are a thousand times smaller, except code.json with its diffs."""
+"""The largest record that is read at once. The runner's records are far smaller, except code.json with its diffs."""
 
 SMALL_BYTES = 1 << 20
 
 NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP)
-"""What a look at a path fails with where nothing is: the errors for which `Path.exists` tells False."""
+"""Errors that mean that nothing is at a path: those for which `Path.exists` returns False."""
 
 NO_FILE = (*NOT_THERE, errno.ESRCH, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENXIO, errno.EFBIG)
-"""What reading a small file fails with where there is none, none that this user may read, or something else."""
+"""Errors when a small file is missing, not readable for this user, or not a file."""
 
 PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS, errno.ENOTCONN, errno.ETIMEDOUT)
-"""Errors that may pass, and so decide nothing; others, such as a missing permission, do not."""
+"""Errors that may be temporary, and so decide nothing; others, such as a missing permission, are permanent."""
 
 AnyPath = str | os.PathLike[str]
 
@@ -57,7 +57,7 @@ open_fd = os.open
 """Open a file descriptor as `os.open` does."""
 
 as_file = os.fdopen
-"""A file object that reads or writes a descriptor and closes it, as `os.fdopen` makes it."""
+"""Return a file object that reads or writes a descriptor and closes it, as `os.fdopen` does."""
 
 write_fd = os.write
 """Write to a file descriptor; returns the number of bytes written, perhaps fewer than passed."""
@@ -76,22 +76,22 @@ fsync_fd = os.fsync
 
 
 def begin_writeback(fd: int, start: int, length: int) -> None:
-    """Let the disk begin to write a range of an open file; returns at once, and promises nothing."""
-    with suppress(OSError, AttributeError):  # no such system, or no such file system
-        # Linux begins to write what is not on the disk yet, and drops only what is.
+    """Ask the disk to begin writing a range of an open file. Return at once, without any guarantee."""
+    with suppress(OSError, AttributeError):  # not supported by the system or the file system
+        # Linux begins to write dirty pages, and drops only pages that are on the disk.
         os.posix_fadvise(fd, start, length, os.POSIX_FADV_DONTNEED)
 
 
 def append_from_now_on(fd: int) -> None:
-    """Let every further write to a file descriptor go to the end of the file."""
+    """Make every further write to a file descriptor go to the end of the file."""
     fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND | os.O_NONBLOCK)
 
 
 truncate_fd = os.ftruncate
-"""Cut a file to a length as `os.ftruncate` does."""
+"""Truncate a file to a length as `os.ftruncate` does."""
 
 stat_fd = os.fstat
-"""What the file system knows of an open file."""
+"""Return the status of an open file."""
 
 close_fd = os.close
 """Close a file descriptor."""
@@ -112,13 +112,13 @@ remove_tree = shutil.rmtree
 """Delete a directory and everything in it."""
 
 list_dir = os.listdir
-"""The names in a directory, in no particular order."""
+"""Return the names in a directory, in no particular order."""
 
 scan = os.scandir
-"""The entries of a directory, in no particular order, with their kinds where the directory tells them."""
+"""Iterate over the entries of a directory, in no particular order, with their kinds if the directory has them."""
 
 walk = os.walk
-"""Every directory below a root: (path, names of directories, names of files)."""
+"""Iterate over the directories below a root: (path, names of directories, names of files)."""
 
 make_link = os.link
 """Give a file a second name, which must not exist."""
@@ -127,29 +127,29 @@ make_symlink = os.symlink
 """(target, path): create a symbolic link, which must not exist."""
 
 read_link_raw = os.readlink
-"""The target of a symbolic link, which must be one."""
+"""Return the target of a path that must be a symbolic link."""
 
 stat = os.stat
-"""What the file system knows of a path, followed if it is a link."""
+"""Return the status of a path, following a link."""
 
 lstat = os.lstat
-"""What the file system knows of a path itself."""
+"""Return the status of a path, without following a link."""
 
 set_times = os.utime
-"""Set when a file was read and modified last; now without further arguments."""
+"""Set the times of the last access and modification of a file; the default is now."""
 
 set_umask = os.umask
-"""Set the permissions that this process does not give to what it creates; returns those before."""
+"""Set the umask, the permissions that new files do not get, and return the earlier one."""
 
 disk_usage = shutil.disk_usage
-"""The bytes of a file system: total, used and free."""
+"""Return the bytes of a file system: total, used and free."""
 
 
 def resolve(path: AnyPath) -> Path:
     """Return the absolute path without links; missing parts at its end are kept.
 
     Raises:
-        RuntimeError: links that lead in a circle.
+        RuntimeError: the links form a cycle.
     """
     return Path(path).resolve()
 
@@ -158,12 +158,12 @@ def has_access_list(path: Path) -> bool:
     """Check whether a POSIX access list adds to the mode of `path`; its group bits are then the list's mask."""
     try:
         os.getxattr(path, "system.posix_acl_access")
-    except (OSError, AttributeError):  # none, no such file system, no such system
+    except (OSError, AttributeError):  # no list, or not supported by the file system or the system
         return False
     return True
 
 
-# What is built on them.
+# Functions built on the primitives.
 
 
 def exists(path: AnyPath) -> bool:
@@ -211,10 +211,10 @@ def is_taken(path: AnyPath) -> bool:
 
 
 def seems_dir(path: AnyPath) -> bool:
-    """Check `is_dir` for a word that may be anything. Return False where the file system cannot answer."""
+    """Check `is_dir` for any text. Return False if the file system cannot answer."""
     try:
         return is_dir(path)
-    except OSError:  # too long for a name, perhaps
+    except OSError:  # for example too long for a name
         return False
 
 
@@ -222,17 +222,17 @@ def kinds(directory: Path) -> dict[str, int]:
     """Return the kind (`stat.S_IFREG` and so on) of each entry of a directory, links not followed; empty if missing.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the directory cannot be read.
     """
     found = {}
     with suppress(FileNotFoundError, NotADirectoryError), scan(directory) as entries:
         for entry in entries:
-            if entry.is_file(follow_symlinks=False):  # the directory itself tells, on most file systems
+            if entry.is_file(follow_symlinks=False):  # no further call on most file systems
                 found[entry.name] = S_IFREG
             elif entry.is_dir(follow_symlinks=False):
                 found[entry.name] = S_IFDIR
             else:
-                with suppress(FileNotFoundError):  # removed meanwhile
+                with suppress(FileNotFoundError):  # removed since
                     found[entry.name] = S_IFMT(lstat(entry.path).st_mode)
     return found
 
@@ -242,12 +242,12 @@ class Guard:
     """The right to write to a run directory, which a newer process may have taken over at any moment.
 
     A file is replaced by writing a temporary file whose name contains the tag, then checking, then renaming. A newer
-    holder first takes its number and then sweeps the temporary files of older tags, before it does anything else. So a
-    process that was stopped anywhere in between, and wakes at any later time, either fails the check or finds that its
-    temporary file is gone: its rename can never land on what the newer holder wrote.
+    holder first takes its number and then removes the temporary files of older tags, before it does anything else. So a
+    process may be stopped anywhere in between and resume at any later time. It either fails the check or finds that its
+    temporary file is gone. Its rename can never replace a file of the newer holder.
 
     Attributes:
-        tag: names the lease and the fencing number, `lease-00000003` for example.
+        tag: name of the lease and fencing number, such as `lease-00000003`.
         check: raises SupersededError if a newer process holds the lease.
     """
 
@@ -255,7 +255,7 @@ class Guard:
     check: Callable[[], None]
 
     def and_also(self, other: Guard) -> Guard:
-        """Return a right that is lost as soon as either of the two is lost."""
+        """Return a guard that is lost as soon as either of the two is lost."""
 
         def check() -> None:
             self.check()
@@ -265,7 +265,7 @@ class Guard:
 
 
 OWNED = 0o755
-"""The mode of a directory in which nobody but its owner may write, whatever the umask."""
+"""The mode of a directory in which only its owner may write, with any umask."""
 
 
 def make_dirs(path: Path, mode: int = 0o777) -> None:
@@ -273,21 +273,21 @@ def make_dirs(path: Path, mode: int = 0o777) -> None:
 
     Args:
         path: the directory.
-        mode: of the directory itself if it is created, minus the umask.
+        mode: permissions of the new directory, minus the umask.
 
     Raises:
-        OSError: the file system refused, or a part of the path is not a directory.
+        OSError: the file system failed, or a part of the path is not a directory.
     """
     missing: list[Path] = []
     there = path
     while not is_dir(there):
         if is_taken(there):
-            if is_dir(there):  # another process has made it since the first look
+            if is_dir(there):  # another process has created it since
                 break
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
         missing.append(there)
         there = there.parent
-    with suppress(OSError):  # it may be new as well, made by a process that was killed before it synced it
+    with suppress(OSError):  # may be new and not synced, if its creator was killed
         fsync_dir(there.parent)
     for directory in reversed(missing):
         with suppress(FileExistsError):  # another process was faster
@@ -296,11 +296,11 @@ def make_dirs(path: Path, mode: int = 0o777) -> None:
 
 
 def make_dirs_in(top: Path, path: Path) -> None:
-    """Create a directory and its missing parents durably inside of `top`, which is not created, with mode `OWNED`.
+    """Create a directory and its missing parents durably inside `top`, with mode `OWNED`. `top` must exist.
 
     Raises:
         FileNotFoundError: `top` is gone.
-        OSError: the file system refused.
+        OSError: the file system failed.
     """
     there = top
     for part in path.relative_to(top).parts:
@@ -332,10 +332,10 @@ def touch(path: Path) -> None:
 
 
 def look_anew(directory: Path) -> None:
-    """Let the next look at a directory show what is in it now.
+    """Make the next read of a directory show its present contents.
 
-    A client of a network file system may show for half a minute what it listed before, without what another machine has
-    made there since. It notices that when it changes something of the directory itself, such as its time.
+    A client of a network file system may show an old listing for half a minute, without files that another machine has
+    since created. It notices them when it changes the directory itself, such as its time.
 
     Raises:
         OSError: the directory is gone, or this user may not write there.
@@ -344,10 +344,10 @@ def look_anew(directory: Path) -> None:
 
 
 def link(source: Path, target: Path) -> None:
-    """Give the file `source` a second name; it is not followed if it is a link itself.
+    """Give the file `source` a second name; a link is not followed.
 
     Raises:
-        OSError: `target` exists, or the file system cannot.
+        OSError: `target` exists, or the file system does not support links.
     """
     make_link(source, target, follow_symlinks=False)
 
@@ -361,7 +361,7 @@ def symlink(link: Path, target: str) -> None:
 def open_regular(path: str | Path, *, follow: bool = False) -> BinaryIO:
     """Open a regular file for reading, and nothing else.
 
-    A run directory may be shared and hold anything: opening a FIFO or a device must not block, and a symbolic link
+    A run directory may be shared and contain anything. Opening a FIFO or a device must not block, and a symbolic link
     must not lead out of the directory, so links are refused unless `follow` is set.
 
     Raises:
@@ -382,10 +382,10 @@ def open_regular(path: str | Path, *, follow: bool = False) -> BinaryIO:
 
 
 def open_append(path: Path) -> BinaryIO:
-    """Open a regular file for appending; it is created if it is missing, writable by nobody but its owner.
+    """Open a regular file for appending; create it if it is missing, writable only by its owner.
 
     Raises:
-        OSError: the file system refused, or there is something else than a regular file.
+        OSError: the file system failed, or the path is not a regular file.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = open_fd(path, flags, 0o644)
@@ -398,7 +398,8 @@ def open_append(path: Path) -> BinaryIO:
 def open_in_place(path: Path) -> int | None:
     """Open a regular file for reading and appending; return None if a new file should replace it instead.
 
-    That is: it is missing, a link, has a second name, under which somebody may keep it as it is, or is not writable.
+    That is the case if it is missing, a link or not writable, or if it has a second name, whose content must not
+    change.
     """
     try:
         fd = open_fd(path, os.O_RDWR | os.O_APPEND | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC)
@@ -420,14 +421,14 @@ def open_new(path: Path) -> BinaryIO:
     """Create a file and open it for writing.
 
     Raises:
-        FileExistsError: it exists.
+        FileExistsError: the file exists.
     """
     return as_file(open_fd(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb")
 
 
 @contextmanager
 def owned() -> Iterator[None]:
-    """Make files created within the block writable only by their owner, whatever the umask."""
+    """Make files created within the block writable only by their owner, with any umask."""
     before = set_umask(0o022)
     set_umask(before | 0o022)
     try:
@@ -440,11 +441,11 @@ def read_regular(path: str | Path, *, limit: int = MAX_RECORD_BYTES, follow: boo
     """Read a regular file of at most `limit` bytes.
 
     Raises:
-        OSError: see `open_regular`; or the file is larger.
+        OSError: see `open_regular`; or the file is larger than `limit`.
     """
     with open_regular(path, follow=follow) as file:
-        size = size_of(file.fileno())  # 0 for what the kernel makes up
-        data = file.read(min(size, limit) + 1)  # a buffer of the limit would take longer than the file
+        size = size_of(file.fileno())  # 0 for the kernel's virtual files
+        data = file.read(min(size, limit) + 1)  # a buffer of `limit` bytes would take longer than the read
         if len(data) > size:
             data += file.read(limit + 1 - len(data))
     if len(data) > limit:
@@ -455,11 +456,11 @@ def read_regular(path: str | Path, *, limit: int = MAX_RECORD_BYTES, follow: boo
 def lines_backwards(fd: int) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of an open file from last to first, each with its offset; skip an incomplete last one.
 
-    Reads only as far as it is iterated.
+    It reads the file only as far as you iterate.
     """
     at, data, ended = size_of(fd), b"", False
     while at:
-        length = min(at, max(TAIL_BYTES, len(data)))  # twice as far each time: a line may be long
+        length = min(at, max(TAIL_BYTES, len(data)))  # double the length each time: a line may be long
         at -= length
         data = read_at(fd, length, at) + data
         ended = ended or b"\n" in data
@@ -497,10 +498,10 @@ def read_if_there(path: str | Path) -> str | None:
     """Read as `read_small` does, but raise if the file may exist and cannot be read now.
 
     Raises:
-        OSError: the disk failed, say, or too many files are open; none of `NO_FILE`.
+        OSError: an error not in `NO_FILE`: for example the disk failed, or too many files are open.
     """
     try:
-        # With a small buffer: the kernel allocates as much to answer for a file of /proc/sys, and refuses megabytes.
+        # With a small buffer: for a file of /proc/sys the kernel allocates as much, and refuses megabytes.
         return read_regular(path, limit=SMALL_BYTES, follow=True).decode(errors="replace").strip()
     except OSError as error:
         if error.errno not in NO_FILE:
@@ -520,7 +521,7 @@ def fsync_dir(directory: Path) -> None:
     """Make renames and creations in `directory` survive a power loss, if the file system can sync directories at all.
 
     Raises:
-        OSError: the directory cannot be opened, or what is in it cannot be written to the disk.
+        OSError: the directory cannot be opened, or its entries cannot be written to the disk.
     """
     fd = open_fd(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -533,21 +534,22 @@ def fsync_dir(directory: Path) -> None:
 
 
 def replace(path: Path, content: bytes, *, durable: bool = True, guard: Guard | None = None) -> int:
-    """Replace `path` by a new file: a reader sees the old one or the new one, never a part.
+    """Replace `path` by a new file. A reader sees the old or the new file, never a part.
 
     Args:
         path: the file.
         content: its new content.
-        durable: wait until the new file would survive a power loss. Without that, a power loss may leave it empty.
+        durable: wait until the new file would survive a power loss. Otherwise a power loss may leave it empty.
         guard: required to write to a run directory that other processes may take over.
 
     Returns:
-        A descriptor of the new file for appending to it; after a newer process has replaced the file in turn, what is
+        A descriptor of the new file for appending. Once a newer process has replaced the file, appended data goes to a
+            file without a name.
         appended is in a file that has no name.
 
     Raises:
-        SupersededError: by `guard`; nothing was changed.
-        OSError: the file system refused; nothing is left behind, and it can be tried again.
+        SupersededError: raised by `guard`; nothing was changed.
+        OSError: the file system failed; nothing is left behind, and you can try again.
     """
     return _replace(path, lambda fd: write_all(fd, content), durable, guard)
 
@@ -559,11 +561,11 @@ def replace_by_part(
 
     Args:
         path: the file.
-        source: a descriptor of the other one, or of the file itself.
-        size: in bytes.
-        rest: what comes after them.
-        by_kernel: let the kernel copy, which shares what is on the disk where the file system can. Otherwise all is
-            written anew, as this process reads it.
+        source: descriptor of the open file, which may be `path` itself.
+        size: number of bytes to copy.
+        rest: bytes to append.
+        by_kernel: let the kernel copy, which shares blocks on the disk where the file system can. Otherwise this
+            process reads and rewrites all bytes.
         guard: see `replace`.
     """
 
@@ -602,7 +604,7 @@ def _replace(path: Path, fill: Callable[[int], None], durable: bool, guard: Guar
     fd = open_fd(temporary, flags, 0o644)
     try:
         fill(fd)
-        append_from_now_on(fd)  # not before: the kernel does not copy then
+        append_from_now_on(fd)  # not earlier: the kernel does not copy to files opened for appending
         if durable:
             fsync_fd(fd)
         if guard is not None:
@@ -624,7 +626,7 @@ def _rename_guarded(temporary: Path, path: Path, guard: Guard | None) -> None:
         rename(temporary, path)
     except FileNotFoundError:
         if guard is not None:
-            guard.check()  # a newer holder has swept the temporary file
+            guard.check()  # a newer holder may have removed the temporary file
         raise
 
 
@@ -646,7 +648,7 @@ def sweep(directory: Path, lease: str, below: int) -> None:
     """Remove the temporary files of all holders of the lease named `lease` whose numbers are lower than `below`.
 
     Raises:
-        OSError: one of them cannot be removed; the others are gone.
+        OSError: a file cannot be removed; the others are gone.
     """
     refused: OSError | None = None
     temporary = re.compile(rf".*\.tmp-(?:.*-)?{re.escape(lease)}-(\d+)(?:-.*)?", re.DOTALL)
@@ -667,11 +669,11 @@ def write_atomic(path: Path, content: bytes | str, *, durable: bool = True, guar
 
 
 def create(path: Path, content: bytes) -> None:
-    """Create `path` with `content`, durably. Of several processes that try, one succeeds.
+    """Create `path` with `content`, durably. If several processes try, one succeeds.
 
     Raises:
-        FileExistsError: it exists.
-        OSError: the file system refused; nothing is left behind.
+        FileExistsError: the file exists.
+        OSError: the file system failed; nothing is left behind.
     """
     fd = open_fd(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
@@ -704,7 +706,7 @@ def read_json(path: Path, *, follow: bool = True) -> Any | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a record of a run, no link; empty if missing or not a JSON object.
+    """Read the JSON object in a record of a run (not a link); empty if missing or not a JSON object.
 
     Raises:
         OSError: see `read_regular`.
@@ -714,7 +716,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def append_line(path: Path, value: Any) -> None:
-    """Append `value` as one line of JSON and fsync it; an incomplete last line is ended first."""
+    """Append `value` as one line of JSON and fsync it; complete an unfinished last line first."""
     fd = open_fd(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         end = size_of(fd)
@@ -730,11 +732,11 @@ def read_lines(path: Path, *, limit: int | None = None, having: bytes = b"") -> 
 
     Args:
         path: the file.
-        limit: of its size, in bytes.
+        limit: largest size of the file in bytes.
         having: lines without these bytes are skipped as well, unparsed.
 
     Raises:
-        OSError: see `open_regular`; or the file is larger than `limit` bytes, or a line than MAX_RECORD_BYTES.
+        OSError: see `open_regular`; or the file is larger than `limit`, or a line longer than MAX_RECORD_BYTES.
     """
     try:
         file = open_regular(path)

@@ -1,6 +1,6 @@
-"""All access to other processes: run a command, start a process, look one up. Signals to this process: `signals`.
+"""Access other processes: run a command, start a process, look one up. Signals to this process: `signals`.
 
-Call these through the module (`processes.run(...)`). Nothing here imports torch, hydra or numpy.
+Call these functions through the module (`processes.run(...)`). This module imports no torch, hydra or numpy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from runner.system import clock, files, signals
 
 Process = subprocess.Popen
-"""A process that was started, for type hints."""
+"""A started process, for type hints."""
 
 start = subprocess.Popen
 """Start a process and return at once."""
@@ -36,20 +36,20 @@ run = subprocess.run
 def run_shielded(
     command: Sequence[str], *, given: str | None, timeout: float, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, which stop signals do not end: it inherits that they are blocked.
+    """Run a command to its end, with stop signals blocked in it.
 
-    (A shell that ignores them, by `trap ""`, is killed by one that comes before that.) They are held back from this
-    thread only while the command starts.
+    (A shell that ignores them by `trap ""` can still be killed before the trap.) The signals are blocked in this thread
+    only while the command starts.
 
     Args:
-        command: its words.
-        given: its standard input.
-        timeout: seconds after which it is killed.
+        command: program and arguments.
+        given: text for its standard input.
+        timeout: seconds after which the command is killed.
         options: see `start`.
 
     Raises:
-        TimeoutExpired: it took longer.
-        OSError: it cannot be started.
+        TimeoutExpired: the command took longer.
+        OSError: the command cannot be started.
     """
     with signals.blocked():
         process = start(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, errors="replace", **options)
@@ -63,7 +63,7 @@ def run_shielded(
 
 
 become = os.execve
-"""(path, arguments, environment): replace the program of this process; what its buffers hold is lost."""
+"""(path, arguments, environment): replace the program of this process; unflushed buffers are lost."""
 
 send_signal = os.kill
 """Send a signal to a process of this machine."""
@@ -72,19 +72,19 @@ environment = os.environ
 """The environment variables of this process: `processes.environment.get(...)`."""
 
 own_pid = os.getpid
-"""The number of this process."""
+"""Return the id of this process."""
 
 host_name = socket.gethostname
-"""The name of this machine."""
+"""Return the name of this machine."""
 
 user_id = os.getuid
-"""The number of the user who started this process."""
+"""Return the id of the user who started this process."""
 
 effective_user_id = os.geteuid
-"""The number of the user whose rights this process has."""
+"""Return the id of the user whose rights this process has."""
 
 find_command = shutil.which
-"""Where on PATH a command is; None if it is not."""
+"""Return the path of a command on PATH; None if it is not there."""
 
 _SIGEV_THREAD = 2
 _PR_SET_PDEATHSIG = 1
@@ -94,11 +94,11 @@ _PARENT = "RUNNER_PARENT"
 def state_of(pid: int) -> tuple[str, str] | None:
     """Return (state letter, start time) of a process of this machine, or None if there is none.
 
-    From /proc/<pid>/stat, fields 3 and 22 (proc(5)). The process name in field 2 may contain anything, so fields are
-    counted from its closing bracket.
+    The values are fields 3 and 22 of /proc/<pid>/stat (proc(5)). The process name in field 2 may contain anything, so
+    fields are counted from its closing bracket.
 
     Raises:
-        OSError: that cannot be told now: too many files are open, say.
+        OSError: this cannot be read now, for example because too many files are open.
     """
     stat = files.read_if_there(f"/proc/{pid}/stat")
     if stat is None:
@@ -108,14 +108,14 @@ def state_of(pid: int) -> tuple[str, str] | None:
 
 
 def _shown_state(pid: int) -> tuple[str, str] | None:
-    """Return `state_of` where nothing depends on it; None also if it cannot be read."""
+    """Return `state_of` for display only; None also if it cannot be read."""
     with suppress(OSError):
         return state_of(pid)
     return None
 
 
 def is_over(state: tuple[str, str] | None, start_time: object) -> bool:
-    """Check whether a process that began at `start_time` has ended, from the result of `state_of` for its number."""
+    """Check whether a process that began at `start_time` has ended, given the `state_of` its id."""
     return state is None or state[1] != start_time or state[0] in "ZXx"
 
 
@@ -128,7 +128,7 @@ def parent_of(pid: int) -> int | None:
 def children_of(pid: int) -> list[int]:
     """Return the children of a process that it has not waited for yet, in ascending order.
 
-    A process that ends while this looks may be missing, as well as one that begins.
+    A process that begins or ends during the call may be missing.
     """
     return sorted(int(name) for name in files.list_dir("/proc") if name.isdigit() and parent_of(int(name)) == pid)
 
@@ -146,7 +146,7 @@ def uptime(seconds: float) -> float:
 
 
 def boot_id() -> str | None:
-    """Return an id of this boot of this machine."""
+    """Return the id of this machine's current boot."""
     return files.read_small("/proc/sys/kernel/random/boot_id")
 
 
@@ -154,7 +154,7 @@ def this_process() -> dict[str, Any]:
     """Return the entries that identify this process among all processes of all machines.
 
     Raises:
-        OSError: see `state_of`. Without its time, others would take this process for one that is over.
+        OSError: see `state_of`. Without a start time, others would think that this process has ended.
     """
     state = state_of(own_pid())
     return {
@@ -168,11 +168,11 @@ def this_process() -> dict[str, Any]:
 
 
 TAG = r"\d+-[0-9a-f]{8}"
-"""What `tag` returns, as a regular expression."""
+"""A regular expression for the results of `tag`."""
 
 
 def tag() -> str:
-    """`PID-8 digits`, in names of files that no other process of any machine makes: the PID alone comes again."""
+    """Return `PID-8 digits`, a name that is unique over all machines; a PID alone is reused."""
     return f"{own_pid()}-{zlib.crc32(repr(sorted(this_process().items())).encode()):08x}"
 
 
@@ -182,23 +182,23 @@ def cores() -> int:
 
 
 def bound(variables: Mapping[str, str]) -> dict[str, str]:
-    """`variables` for a process that is to end with this thread, however that ends: see `end_with_parent`."""
+    """Return `variables` for a process that must end when this thread ends in any way: see `end_with_parent`."""
     return {**variables, _PARENT: str(own_pid())}
 
 
 def end_with_parent() -> bool:
-    """Let the kernel kill this process when the one that started it ends, if that one asked for it by `bound`.
+    """Let the kernel kill this process when its parent ends, if the parent asked for it by `bound`.
 
     Returns:
-        whether it did.
+        whether the parent asked for it.
     """
     parent = environment.pop(_PARENT, None)
     if parent is None:
         return False
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    with suppress(OSError):  # if that cannot be told now, it lives: it has just started this process
+    with suppress(OSError):  # if unreadable, assume that it lives: it has just started this process
         state = state_of(int(parent))
-        if state is None or state[0] in "ZX":  # it had ended before that
+        if state is None or state[0] in "ZX":  # the parent ended before the call
             end_now(1)
     return True
 
@@ -223,10 +223,10 @@ def peak_memory() -> int:
 
 
 at_exit = atexit.register
-"""Call a function when this process ends by itself."""
+"""Call a function when this process exits normally."""
 
 end_now = os._exit
-"""End this process at once with a status: no handler, destructor or buffer of Python's is waited for."""
+"""End this process at once with a status, without Python's handlers, destructors and buffers."""
 
 
 class _Notification(ctypes.Structure):
@@ -243,16 +243,16 @@ class _Notification(ctypes.Structure):
 
 
 class _TimerSpec(ctypes.Structure):
-    """`struct itimerspec`: repeat after, first after; each in seconds and nanoseconds."""
+    """`struct itimerspec`: interval and first expiry, each in seconds and nanoseconds."""
 
     _fields_ = tuple((name, ctypes.c_long) for name in ("every_s", "every_ns", "after_s", "after_ns"))
 
 
 def end_after(seconds: int, status: int) -> None:
-    """End this process with `status` unless it has ended by itself within `seconds`, whatever its threads do.
+    """End this process with `status` if it still runs after `seconds`, whatever its threads do.
 
-    The thread that ends it belongs to the C library and needs nothing of Python's: a destructor that waits while it
-    holds the interpreter's lock would stop every thread of Python's for ever.
+    The thread that ends it belongs to the C library and needs no Python: a destructor that waits while it holds the
+    interpreter's lock would stop all Python threads forever.
 
     Raises:
         OSError: the system has no timer left.

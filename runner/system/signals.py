@@ -1,7 +1,7 @@
-"""The stop flag: a signal only sets it, and the training loop checks it at step boundaries.
+"""The stop flag: a signal sets it, and the training loop checks it at step boundaries.
 
-Installed before torch is imported, so that a signal during the imports counts. Nothing here imports torch, hydra or
-numpy.
+It is installed before torch is imported, so that a signal during the imports counts. This module imports no torch,
+hydra or numpy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 STDERR = 2  # the file descriptor
-# True of every command and at every moment: the imports, a compilation, a step, a save.
+# These texts are true for every command and at any time: imports, a compilation, a step, a save.
 FIRST_INTERRUPT = (
     "Ctrl-C: stopping; a training step in progress is completed and saved first. Press Ctrl-C again to exit at once: "
     "then only committed checkpoints are kept"
@@ -34,9 +34,9 @@ def handled() -> list[signal.Signals]:
 
 
 def announce(interrupts: int) -> None:
-    """Write to standard error what this Ctrl-C does, on rank 0 alone; it is the `interrupts`-th.
+    """Write to standard error on rank 0 what this Ctrl-C, the `interrupts`-th one, does.
 
-    A system call, since a thread calls it while the main thread may be in the middle of a `print`.
+    This is a system call, because a thread calls it while the main thread may be in the middle of a `print`.
     """
     if os.environ.get("RANK", "0") == "0":
         with suppress(OSError):
@@ -45,7 +45,7 @@ def announce(interrupts: int) -> None:
 
 @contextmanager
 def received_by(handler: Callable[[int, FrameType | None], object]) -> Iterator[dict[signal.Signals, Any]]:
-    """Let `handler` receive the stop signals until the end of the block; yield the handlers before, which come back."""
+    """Let `handler` receive the stop signals within the block; yield the earlier handlers, restored at its end."""
     before = {signum: signal.signal(signum, handler) for signum in handled()}
     try:
         yield before
@@ -56,7 +56,7 @@ def received_by(handler: Callable[[int, FrameType | None], object]) -> Iterator[
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Hold stop signals back from this thread, and from processes that it starts until they call `STOP.install`."""
+    """Block stop signals in this thread, and in processes that it starts until they call `STOP.install`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -65,12 +65,12 @@ def blocked() -> Iterator[None]:
 
 
 class StopFlag:
-    """Which signal asked this process to stop, if any."""
+    """The signal that asked this process to stop, if any."""
 
     def __init__(self) -> None:
         self.signum: int | None = None
         self.quiet = False
-        """Whether another process tells the user what a Ctrl-C does: the one that started this one."""
+        """Whether the parent process explains to the user what a Ctrl-C does."""
         self._interrupts = 0
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
@@ -83,15 +83,15 @@ class StopFlag:
 
     @property
     def name(self) -> str:
-        """`SIGTERM`, for example; empty if there was no signal."""
+        """Return the name of the signal, such as `SIGTERM`; empty if there was no signal."""
         return signal.Signals(self.signum).name if self.signum is not None else ""
 
     def install(self) -> None:
         """Handle SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and SIGINT to this process. Only the main thread may call this.
 
-        A SIGHUP that is ignored stays so (`handled`).
+        A SIGHUP that is ignored stays ignored (`handled`).
         """
-        self._pid = os.getpid()  # one that was forked from the process that imported this, perhaps
+        self._pid = os.getpid()  # this process may be a fork of the one that imported this module
         self._open_sockets()
         for signum in handled():
             signal.signal(signum, self._on_signal)
@@ -110,12 +110,12 @@ class StopFlag:
     def listen(self, first: Callable[[int], object], later: Callable[[int], object]) -> None:
         """Call `first` with the first signal and `later` with others, in a thread, whatever the main thread is doing.
 
-        To be called after `install`, by the main thread.
+        Call this after `install`, from the main thread.
         """
         assert self._sockets is not None
         self._heard = threading.Event()
         self._listeners = first, later
-        if self.signum is not None:  # it came before the listener
+        if self.signum is not None:  # the signal came before the listener
             self._sockets[1].send(_REPLAY)
 
     def wait_for_listener(self) -> None:
@@ -126,7 +126,7 @@ class StopFlag:
     def _open_sockets(self) -> None:
         """Let the interpreter write the number of each signal to a socket at once (signal.set_wakeup_fd).
 
-        It runs handlers in the main thread, which may be inside a compilation or a kernel for minutes.
+        Python runs handlers in the main thread, which may be inside a compilation or a kernel for minutes.
         """
         if self._thread is None or not self._thread.is_alive():  # a fork has no threads
             if self._sockets is None:
@@ -140,7 +140,7 @@ class StopFlag:
         signal.set_wakeup_fd(self._sockets[1].fileno(), warn_on_full_buffer=False)
 
     def _start_thread(self) -> None:
-        """Read these numbers in a thread."""
+        """Start the thread that reads these numbers."""
         assert self._sockets is not None
         if self._thread is None or not self._thread.is_alive():
             read = self._sockets[0]
@@ -155,7 +155,7 @@ class StopFlag:
                 self._tell(byte[0] or self.signum or 0, replayed=byte == _REPLAY)
 
     def _tell(self, signum: int, replayed: bool) -> None:
-        """Call the listener that a signal is for, if there is one yet."""
+        """Call the listener for a signal, if one is registered."""
         if self._listeners is None:
             return
         (first, later), heard = self._listeners, self._heard
@@ -168,7 +168,7 @@ class StopFlag:
             later(signum)
 
     def _interrupt(self) -> None:
-        """After a Ctrl-C: tell what it does; the second one ends this process."""
+        """Print what a Ctrl-C does; end this process at the second one."""
         self._interrupts += 1
         if not self.quiet:
             announce(self._interrupts)

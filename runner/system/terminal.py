@@ -1,4 +1,4 @@
-"""Text that goes to a terminal, which may be closed meanwhile."""
+"""Write text to a terminal, which may be closed during the command."""
 
 from __future__ import annotations
 
