@@ -1,18 +1,18 @@
-  // What the page knows, what is chosen in it (which the address holds), and numbers. All files of this folder are one
+  // The page's data, the user's choices (kept in the address), and numbers. All scripts of this folder are joined to one
   // function: see SCRIPTS in page.py.
   const data = JSON.parse(document.getElementById("data").textContent);
   const element = (id) => document.getElementById(id);
-  // After Okabe and Ito, which people with any color vision tell apart; darker, for a contrast of 3 to 1 on white.
+  // The colors of Okabe and Ito for any color vision, darkened for a contrast of 3 to 1 on white.
   const COLORS = ["#0072b2", "#d55e00", "#008a66", "#b35c92", "#a87400", "#2f8fc4", "#000000"];
   const DASHES = ["solid", "dash", "dot", "dashdot"];
-  // Like viridis, for settings and results that are numbers: from small to large, also without color vision.
+  // Like viridis, for numeric settings and results: from small to large, readable without color vision.
   const SCALE = ["#440154", "#414487", "#2a788e", "#1c8a68", "#558a1e", "#8f7d00"];
   const PALE = "#8b949d";
   const GRID = "#eef0f3";
   const MOST_COLORED = 8;
-  const MOST_DRAWN = 100;  // runs of which more than the chosen number is drawn without being asked for
+  const MOST_DRAWN = 100;  // runs up to which the loss panel and all curves are drawn by default
   const CONFIG = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
-  const PLAIN = { ...CONFIG, displayModeBar: false };  // its buttons would cover what is drawn
+  const PLAIN = { ...CONFIG, displayModeBar: false };  // the buttons would cover the plot
   const LAYOUT = { margin: { l: 60, r: 15, t: 10, b: 40 }, font: { family: "system-ui, sans-serif", size: 12, color: "#1d2329" },
     paper_bgcolor: "#fff", plot_bgcolor: "#fff", hoverlabel: { namelength: -1 }, showlegend: false };
   const single = data.runs.length === 1;
@@ -41,7 +41,7 @@
     if (xs[high] === xs[low]) return curve.y[low];
     return curve.y[low] + (curve.y[high] - curve.y[low]) * (x - xs[low]) / (xs[high] - xs[low]);
   }
-  // An exponential moving average of which the first points are not pulled towards 0, as in W&B and TensorBoard.
+  // Return the exponential moving average without a bias towards 0 at the start, as in W&B and TensorBoard.
   function smoothed(ys) {
     if (!state.smooth) return ys;
     let sum = 0, weight = 0;
@@ -64,12 +64,12 @@
     const size = Math.abs(value);
     return size >= 1e-3 && size < 1e5 ? value.toFixed(4) : value.toExponential(3);
   }
-  // Plotly reads names and titles as a kind of HTML.
+  // Escape names and titles, which Plotly interprets as a kind of HTML.
   const escaped = (value) => String(value).replace(/&/g, "&amp;").replace(/</g, "&lt;");
   const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value === undefined ? null : value));
   const share = (value) => (value === null || value === undefined ? "" : (100 * value).toFixed(1) + " %");
   const lower = (metric) => data.lower[metric] !== false;
-  // The beginning and, rather, the end: that is where the names of a sweep differ.
+  // Keep the beginning and more of the end, where the names of a sweep differ.
   function shortened(name, most = 56) {
     const start = Math.floor(most / 3);
     return name.length > most ? name.slice(0, start) + "…" + name.slice(start + 1 - most) : name;
@@ -79,7 +79,7 @@
   function hours(seconds) {
     return seconds >= 3600 ? (seconds / 3600).toFixed(1) + " h" : seconds >= 60 ? (seconds / 60).toFixed(1) + " min" : seconds.toFixed(1) + " s";
   }
-  // What a run used: the peak of memory, the median of everything else.
+  // Return the peak of memory, or the median of any other number.
   function used(run, name) {
     const found = series(run, name), values = found ? found.y.filter(Number.isFinite).sort((a, b) => a - b) : [];
     return values.length ? values[name.includes("memory") ? values.length - 1 : values.length >> 1] : null;
@@ -110,7 +110,7 @@
     }
     history.replaceState(null, "", "#" + kept);
   }
-  // An address may be older than the page, or typed: what does not fit is as if it had not been chosen.
+  // Read the choices from the address, which may be old or typed: ignore choices that do not fit.
   function recall() {
     const kept = new URLSearchParams(location.hash.slice(1)), lists = (value) => Array.isArray(value) && value.every((one) => typeof one === "string");
     const fits = { metric: (value) => plottable.includes(value), x: (value) => data.axes.some(([name]) => name === value), by: (value) => groupings.some((keys) => JSON.stringify(keys) === JSON.stringify(value)),
@@ -127,7 +127,7 @@
 
   // ---- which runs ---------------------------------------------------------------------------------------------
 
-  // The hash at the end of a name is left out where the rest tells the runs apart.
+  // Leave out the hash at the end of a name if the rest is unique.
   const withoutHash = (name) => name.replace(/-[0-9a-f]{8}$/, ""), sharing = Object.create(null);
   for (const { name } of data.runs) sharing[withoutHash(name)] = (sharing[withoutHash(name)] || 0) + 1;
   data.runs.forEach((run, index) => {
@@ -136,7 +136,7 @@
     if (run.state !== "unreadable") for (const key of data.keys) if (!(key in run.settings) && key in data.common.settings) run.settings[key] = data.common.settings[key];
     run.words = [run.name, run.state, ...data.keys.filter((key) => key in run.settings).map((key) => key + "=" + asText(run.settings[key]))].join(" ").toLowerCase();
   });
-  // A setting that is a number is compared as one: seed=1 is not seed=10, and lr=1e-3 is lr=0.001.
+  // Compare numeric settings as numbers: seed=1 is not seed=10, and lr=1e-3 is lr=0.001.
   function matches(run, word) {
     const [, key, value] = /^([^=]+)=(.+)$/.exec(word) || [], number = Number(value);
     const having = key && Number.isFinite(number) ? Object.entries(run.settings).filter(([name, set]) => typeof set === "number" && name.toLowerCase().endsWith(key)) : [];
@@ -146,7 +146,7 @@
     const words = state.filter.toLowerCase().split(/\s+/).filter(Boolean);
     return data.runs.filter((run) => words.every((word) => matches(run, word)));
   }
-  // By the chosen metric, or by that of the page if what is chosen is no result.
+  // Rank by the chosen metric, or by the page's metric if the choice is no result.
   function ranked(runs) {
     const metric = isResult(state.metric) ? state.metric : data.metric, sign = lower(metric) ? 1 : -1;
     const value = (run) => { const best = result(run, 1, metric); return best === null ? Infinity : sign * best; };
@@ -169,7 +169,7 @@
       ? [SCALE[Math.round(i * (SCALE.length - 1) / (list.length - 1))], "solid"]
       : [COLORS[i % COLORS.length], DASHES[Math.floor(i / COLORS.length) % DASHES.length]]));
   }
-  // A run keeps its color while the filter changes: by its rank among all runs.
+  // Color runs by their rank among all runs, so that a color does not change with the filter.
   function runColors() {
     const found = new Map();
     ranked(data.runs).slice(0, MOST_COLORED).forEach((run, i) => found.set(run.index, [COLORS[i % COLORS.length], DASHES[Math.floor(i / COLORS.length)]]));
@@ -196,7 +196,7 @@
     made.append(line);
     return made;
   }
-  // Under a plot, not in it, so that it covers nothing; a name may be a button.
+  // Write the legend below a plot, so that it covers nothing. A name may be a button.
   function legend(id, entries) {
     element(id).replaceChildren(...entries.map(({ label, color, dash, title, action, pressed }) => {
       const item = make("li"), inner = make(action ? "button" : "span", label);

@@ -6,7 +6,7 @@
     layout.yaxis = { type: logy ? "log" : "linear", gridcolor: GRID, zeroline: false };
     return layout;
   }
-  // The curve of a branch begins where it left its trunk, if that is shown as well.
+  // Begin the curve of a branch at its fork if the trunk is shown as well.
   function own(run, name, found, shown) {
     if (!found || !run.fork || !shown.has(run.fork.index)) return found;
     const first = Math.max(series(run, name).x.findIndex((step) => step >= run.fork.step), 0);
@@ -51,7 +51,7 @@
     const list = groups(runs), styles = groupStyles(list);
     return list.flatMap((group, i) => band(name, group, ...styles[i]));
   }
-  // The panels of a section, of which the first has the id of the section.
+  // Draw the panels of a section. The first one has the id of the section.
   function drawPanels(place, names, runs) {
     const grid = element(place + "-panels"), found = names.map((name) => tracesOf(name, runs));
     while (grid.children.length > names.length) { Plotly.purge(grid.lastChild.lastChild); grid.lastChild.remove(); }
@@ -65,11 +65,11 @@
       }
     });
     grid.classList.toggle("one", names.length === 1);
-    names.forEach((name, i) => {  // once all have their places, and so their widths
+    names.forEach((name, i) => {  // only when all are placed and have their widths
       const [title, plot] = grid.children[i].children;
       title.textContent = name;
       plot.setAttribute("aria-label", name + " by " + state.x + " of " + runs.length + " runs; the tables below have the numbers");
-      const logy = state.logy && !data.hardware.includes(name);  // what was zoomed stays so while the axes are the same
+      const logy = state.logy && !data.hardware.includes(name);  // the zoom is kept while the axes are the same
       const layout = axes({ ...LAYOUT, hovermode: "closest", width: plot.clientWidth, height: plot.clientHeight, uirevision: [name, state.x, state.logx, logy].join(" ") }, logy);
       if (name.endsWith("%")) layout.yaxis.rangemode = "tozero";
       Plotly.react(plot, found[i], layout, CONFIG);

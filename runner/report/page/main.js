@@ -34,7 +34,7 @@
   }
   function listen(id, event, change) { element(id).addEventListener(event, () => { change(element(id)); drawAll(); }); }
 
-  // The plots' script is in the page once, compressed. A browser too old to unpack it shows everything but the plots.
+  // The compressed script of Plotly is in the page once. A browser too old to unpack it shows everything but the plots.
   async function unpackPlotly() {
     if (typeof DecompressionStream === "undefined") {
       element("too-old").hidden = false;

@@ -1,7 +1,7 @@
-  // ---- images and texts: of each run beside each other, at one step -------------------------------------------
+  // ---- images and texts: of all runs in a row, at one step -------------------------------------------
 
   const MOST_BESIDE = 24;
-  // The one of a step, or else the newest before it.
+  // Return the entry of a step, or else the newest one before it.
   function upTo(list, step) { return [...list].reverse().find(([at]) => at <= step) || null; }
   function mediaCard(run, name, step, color) {
     const card = make("figure"), found = upTo(run.media[name], step), title = make("figcaption", shortened(run.label, 40));

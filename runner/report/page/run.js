@@ -1,4 +1,4 @@
-  // ---- one run, or two beside each other ----------------------------------------------------------------------
+  // ---- one run, or a comparison of two ----------------------------------------------------------------------
 
   function choose(run) {
     state.run = run.name;
@@ -19,7 +19,7 @@
     for (const name of data.hardware) if (used(run, name) !== null) facts[name] = (name.includes("memory") ? "at most " : "median ") + Number(used(run, name).toPrecision(4));
     return facts;
   }
-  // What differs of two runs, or all of it of one.
+  // Return the rows that differ between two runs, or all rows of one run.
   function rowsOf(run, other, part, keys) {
     const mine = part === "facts" ? factsOf(run) : all(run, part), theirs = other && (part === "facts" ? factsOf(other) : all(other, part));
     const write = (found, key) => (key in found ? asText(found[key]) : "");

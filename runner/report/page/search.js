@@ -5,7 +5,7 @@
   const lastOf = ({ results }) => (results.length && results[results.length - 1][1] !== null ? results[results.length - 1] : null);
   const isWide = (values) => Math.min(...values) > 0 && Math.max(...values) > 100 * Math.min(...values);
   const counted = (count, what, one = what) => count + " " + (count === 1 ? one : what);
-  // The ends of an interval, and between them 1, 2 and 5 of each power of 10, or 1 alone if there are many.
+  // Return the ends of an interval, and between them 1, 2 and 5 times each power of 10, or only 1 times it if there are many.
   function logTicks(low, high) {
     const from = Math.floor(Math.log10(low)), powers = Math.ceil(Math.log10(high)) - from + 1;
     const all = Array.from({ length: powers }, (_, i) => (powers <= 4 ? [1, 2, 5] : [1]).map((digit) => Number(digit + "e" + (from + i)))).flat();
@@ -30,7 +30,7 @@
     found.push(isWide(results) ? logDimension(label, results, Math.min(...results), Math.max(...results)) : { label, values: results });
     return found;
   }
-  // A plot with its title, a sentence below it, and a legend if there is one. Without traces, the title and the sentence.
+  // Draw a plot with a title, a sentence below it and perhaps a legend. Without traces, write only title and sentence.
   function searchPlot(grid, { title, note = "", traces = [], layout = {}, entries = [], width = 0 }) {
     const figure = make("figure"), frame = make("div"), plot = make("div", "", "plot"), list = make("ul", "", "legend");
     list.id = "search-legend-" + document.querySelectorAll(".search figure").length;
@@ -92,13 +92,13 @@
   }
   function drawSearch(search) {
     const section = make("section", "", "search"), first = make("div", "", "panels one"), rest = make("div", "", "panels"), title = make("h2", "Search " + search.name);
-    rest.style.gridTemplateColumns = "repeat(auto-fit, minmax(min(100%, 24rem), 1fr))";  // three beside each other
+    rest.style.gridTemplateColumns = "repeat(auto-fit, minmax(min(100%, 24rem), 1fr))";  // three in a row
     const lost = [[search.diverged, "diverged"], [search.failed, "failed"]].filter(([count]) => count).map((part) => part.join(" ")).join(" and ");
     const point = make("p", search.summary, "hint");
     title.style.overflowWrap = point.style.overflowWrap = "anywhere";
     section.append(title, point, make("p", lost ? "Only finite results are drawn: of " + counted(search.lines.length, "trials", "trial") + ", " + lost + "." : "", "hint"), first, rest);
     element("settings-section").before(section);
     const draw = [searchPlot(first, parallelPlot(search)), ...[importancePlot, bestPlot, rungsPlot].map((plot) => searchPlot(rest, plot(search)))];
-    for (const each of draw) each();  // once all have their places, and so their widths
+    for (const each of draw) each();  // only when all are placed and have their widths
   }
   data.searches.forEach(drawSearch);

@@ -1,11 +1,11 @@
   // ---- settings and results: parallel coordinates as SVG, and a scatter plot ----------------------------------
 
-  // The settings that have a column, or those that would by default.
+  // Return the settings with a column, or those that have one by default.
   function comparedSettings() {
     const keys = state.columns ? data.keys.filter((key) => state.columns.includes("setting " + key)) : data.main;
     return (keys.length ? keys : data.main).filter((key) => key !== "fork");
   }
-  // Where on an axis, from 0 to 1, a value is: by size if all are numbers (by ratio if they are far apart), else in order.
+  // Return the position of values on an axis (0 to 1): by size if all are numbers (by ratio if far apart), else in order.
   function scaleOf(values) {
     const given = values.filter((value) => value !== null && value !== undefined), numbers = given.every((value) => typeof value === "number" && Number.isFinite(value));
     if (numbers && given.length) {

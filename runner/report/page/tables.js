@@ -8,7 +8,7 @@
     if (whole.length > Math.min(most, 40)) made.title = whole;
     return made;
   }
-  // Titles are text, or buttons that sort.
+  // Write the titles: text, or buttons that sort.
   function head(table, titles) {
     table.tHead && table.tHead.remove();
     for (const body of [...table.tBodies]) body.remove();
@@ -37,7 +37,7 @@
 
   // ---- the table of runs --------------------------------------------------------------------------------------
 
-  // Each column: key, title, the value of a run, how it is written, whether it is shown unless somebody chooses.
+  // Return the columns: key, title, value of a run, formatting, whether it is shown by default.
   function allColumns() {
     const ranks = isResult(state.metric), metric = state.metric, several = data.runs.some((run) => run.ranks);
     const last = (run) => (run.metrics[metric] ? result(run, 0) : used(run, metric)), isNumber = (key) => data.runs.some((run) => typeof run.settings[key] === "number");
@@ -57,7 +57,7 @@
   }
   const isShown = (column) => (state.columns ? column.key === "name" || state.columns.includes(column.key) : Boolean(column.shown));
   function sortBy(key) { state.down = state.sort === key ? !state.down : false; state.sort = key; remember(); drawRuns(); element("runs").querySelector("[aria-sort]:not([aria-sort=none]) button")?.focus(); }
-  // By rank each branch is below its trunk, where the best of both would be; by anything else it has its own place.
+  // Sorted by rank, put each branch below its trunk, at the place of the best of both. Other orders are not changed.
   function inFamilies(order) {
     const among = new Set(order), trunk = (run) => { const found = run.fork && data.runs[run.fork.index]; return found && found !== run && among.has(found) ? found : null; };
     const below = new Map(), depths = new Map();
@@ -101,7 +101,7 @@
     const all = allColumns().filter(({ key }) => key !== "name");
     checkboxes(element("columns"), all.map((column) => [column.key, column.whole || column.title, isShown(column)]), (keys) => { state.columns = keys; });
   }
-  // Boxes of a menu; what is there already stays, so that the focus does.
+  // Write the boxes of a menu. Existing ones are kept, so that the focus is not lost.
   function checkboxes(place, entries, change) {
     const signature = JSON.stringify(entries.map(([key]) => key));
     if (place.dataset.signature !== signature) {
@@ -149,7 +149,7 @@
     const why = [[failed, "failed"], [others, "not finished"]].filter(([count]) => count).map((part) => part.join(" ")).join(", ");
     return why && failed + others + " of " + runs.length + ": " + why;
   }
-  // The last values of finished runs; of runs of different lengths, those at the largest step that all have a value for.
+  // Return the last values of finished runs; for different lengths, the values at the largest step that all have.
   function compared(runs, name) {
     const found = runs.filter((run) => run.finished && run.metrics[name] && series(run, name));
     const curves = found.map((run) => series(run, name)), last = new Set(curves.map((one) => one.x[one.x.length - 1]));

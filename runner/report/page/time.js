@@ -9,7 +9,7 @@
     data: "#0072b2", evaluation: "#6f6c5a", end: "#8b949d", queue: "#6b7480", hold: "#4d5560",
   };
   const MOST_LINES = 200;
-  // The names of runs beside bars: as wide as they need, but the bars get more than half of the page.
+  // Return labels next to bars: as wide as they need, but the bars get more than half of the page.
   function beside(labels, id) {
     const width = Math.min(360, 12 + 6.2 * Math.max(...labels.map((label) => label.length), 1), 0.4 * element(id).clientWidth);
     return { width, tickvals: [...labels], ticktext: labels.map((label) => escaped(shortened(label, Math.floor((width - 12) / 6.2)))) };
