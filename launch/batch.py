@@ -53,8 +53,6 @@ def sweep_folder(parent: Path, user: str | None) -> Path:
     """Return the folder of a user's batch scripts, notes and logs of sweeps, next to the runs; `user` is a user id.
 
     Each user has a separate folder: jobs run its files as that user, and others may have sweeps in the same directory.
-
-    Each has one of their own: what is in it is run as that user, and others may have sweeps in the same directory.
     """
     return parent / f".slurm-{user}"
 

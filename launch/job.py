@@ -139,8 +139,6 @@ class SlurmJob:
 
         The keys are job_id, submission, restart_count, host, node, launcher, job_name and nodes. launcher and job_name
         identify the job if the command that submitted it was killed before it recorded the job.
-
-        The last two tell which job it is where the command that submitted it was killed before it recorded that.
         """
         return {
             "job_id": self.job_id,

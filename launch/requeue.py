@@ -353,7 +353,7 @@ class Requeuer:
         return found
 
     def _is_another(self, found: Record) -> bool:
-        """Return whether Slurm has lost this job (its state was deleted, say) and reused its id.
+        """Return whether Slurm has lost this job (for example its state was deleted) and reused its id.
 
         The path of the batch script identifies the job. Where sbatch is a wrapper that submits a copy, its user, name
         and time do. In doubt it is this job, which would be lost otherwise. `RecordedJob.is_same` decides the other

@@ -301,7 +301,10 @@ class SlurmLauncher(SlurmOptions):
         return before.pop() if len(before) == 1 else self._sweep
 
     def _identity(self, job_id: str, name: str, unique: str) -> dict[str, str | None]:
-        """Return what tells the job from later ones with its id; without its time if Slurm does not answer."""
+        """Return the facts that distinguish the job from later ones with its id.
+
+        The submit time is missing if Slurm does not answer.
+        """
         try:
             record = scheduler.show_job(job_id)
         except scheduler.SchedulerError:

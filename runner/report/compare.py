@@ -88,9 +88,6 @@ def main_settings(runs: Sequence[RunResults]) -> list[str]:
 
     They differ, can change a result, are in the config of at least half of the runs, and have short values: no paths,
     no digests, no lists, no notes. Settings with the most values come first, and the seed last.
-
-    They differ, can change a result, are in the config of at least half of the runs, and have short values: no paths,
-    no digests, no lists, no notes. Those with most values come first, and the seed last.
     """
     readable = [run.settings for run in runs if run.settings]
 

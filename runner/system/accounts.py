@@ -1,4 +1,4 @@
-"""Users and groups of this machine."""
+"""Look up users and groups of this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def user_name(uid: int) -> str:
 def is_private_group(gid: int) -> bool:
     """Check whether only this user is in a group, so that a umask of 002 gives nothing to others.
 
-    That is a group with the user's own name and no other member; without names, one with the user's own number.
+    Such a group has the name of the user and no other member; without names, the number of the user.
     """
     user = user_name(processes.effective_user_id())
     try:

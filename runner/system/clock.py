@@ -1,4 +1,4 @@
-"""All access to the clock. Call these through the module (`clock.sleep(1)`), so that a test can replace the clock.
+"""Access the clock. Call these functions through the module (`clock.sleep(1)`), so that a test can replace the clock.
 
 Durations come from `monotonic`. Wall time is for people: clocks of different machines are never compared.
 """
@@ -23,7 +23,7 @@ sleep = time.sleep
 
 
 def call_later(seconds: float, function: Callable[[], None]) -> threading.Timer:
-    """Call `function` after a number of seconds, in a daemon thread of its own."""
+    """Call `function` after a number of seconds, in a separate daemon thread."""
     timer = threading.Timer(seconds, function)
     timer.daemon = True
     timer.start()

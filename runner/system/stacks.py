@@ -1,6 +1,6 @@
-"""Stacks: what the threads of this process and its child processes are doing.
+"""Collect the stacks of the threads of this process and of its child processes.
 
-Lines of source are left out: to read them could block, where a file system hangs.
+Source lines are left out: reading them could block if a file system hangs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import NamedTuple
 from runner.system import clock, files, processes
 
 SIGNAL = signal.SIGRTMIN + 9
-"""Asks a process that has called `show_to_parent` for its stacks."""
+"""The signal that asks a process that has called `show_to_parent` for its stacks."""
 _MEMORY = "runner-stacks"
 CHILDREN_S = 1.0
-"""How long child processes are waited for; one that is stuck inside the kernel does not answer."""
+"""How long to wait for child processes; a child that is stuck inside the kernel does not answer."""
 POLL_S = 0.02
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
@@ -64,8 +64,8 @@ def running_modules() -> set[str]:
 def _innermost() -> dict[int, FrameType]:
     """Get the innermost frame of each thread.
 
-    Before Python 3.11.5 this holds a lock of the interpreter that a garbage collection may need, which then waits for
-    itself for ever: https://github.com/python/cpython/issues/106883.
+    Before Python 3.11.5 this holds a lock of the interpreter that a garbage collection may need, which is a deadlock:
+    https://github.com/python/cpython/issues/106883.
     """
     if sys.version_info >= (3, 11, 5) or not gc.isenabled():
         return sys._current_frames()
@@ -89,7 +89,7 @@ def text(first: int | None = None) -> str:
     """Return the stacks of all threads of this process, the innermost call last, and of its child processes.
 
     Args:
-        first: the thread to begin with.
+        first: ident of the thread to begin with.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     threads = sorted(of_threads().items(), key=lambda item: item[0] != first)
@@ -111,7 +111,7 @@ def _children() -> str:
 
 def show_to_parent() -> None:
     """Let the parent of this process see its stacks, also while it is stuck in a call that never returns."""
-    with suppress(OSError, AttributeError):  # no memory, no such system: then it cannot see them
+    with suppress(OSError, AttributeError):  # no memory, or not supported: then the parent cannot see them
         faulthandler.register(SIGNAL, file=os.memfd_create(_MEMORY), all_threads=True)
 
 
@@ -124,7 +124,7 @@ def _stacks_of(pids: Sequence[int]) -> dict[int, str]:
             processes.send_signal(pid, SIGNAL)
     deadline = clock.monotonic() + CHILDREN_S
     last, shown = dict[int, str | None](), before
-    # Until each has written something, and nothing more comes.
+    # Until each has written, and no more output comes.
     while clock.monotonic() < deadline and (shown != last or any(shown[pid] == before[pid] for pid in places)):
         clock.sleep(POLL_S)
         last, shown = shown, {pid: files.read_small(place) for pid, place in places.items()}
@@ -136,7 +136,7 @@ def _memory_of(pid: int) -> str | None:
     folder = f"/proc/{pid}/fd"
     try:
         numbers = files.list_dir(folder)
-    except OSError:  # it has ended, or is somebody else's
+    except OSError:  # the process has ended, or belongs to another user
         return None
     places = (f"{folder}/{number}" for number in numbers)
     return next((place for place in places if _MEMORY in (files.read_link(place) or "")), None)

@@ -9,17 +9,17 @@ from runner.system import clock
 
 
 class Stopwatch:
-    """Seconds by activity, by the monotonic clock of this process: together they are its whole life, with no gap.
+    """Seconds by activity on the monotonic clock. Together they cover the whole life of this process, without gaps.
 
-    For the thread that trains; other threads may read: what they read is replaced as a whole.
+    Only the thread that trains may switch. Other threads may read, because the state is replaced at once.
 
     Args:
         doing: the first activity.
-        since: when that began, on `clock.monotonic`; now by default.
+        since: start of that activity on `clock.monotonic`; now by default.
     """
 
     def __init__(self, doing: str, since: float | None = None) -> None:
-        # What it is doing, since when, and the seconds of each activity until then.
+        # The current activity, its start, and the seconds of each activity before that.
         self._state: tuple[str, float, dict[str, float]] = (doing, clock.monotonic() if since is None else since, {})
 
     @property

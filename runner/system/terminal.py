@@ -21,7 +21,7 @@ MAX_LINE = 2000  # characters
 def printable(text: str) -> str:
     """Return `text` on one line, with unprintable characters escaped: no file may control the terminal.
 
-    What is longer than MAX_LINE is cut. Every message that may quote a file, a name or a setting goes through here.
+    Text longer than MAX_LINE is cut. Every message that may quote a file, a name or a setting is passed through this.
     """
     shown = text if len(text) <= MAX_LINE else f"{text[:MAX_LINE]}…"
     if shown.isprintable():
@@ -35,25 +35,25 @@ def printable_lines(text: str) -> str:
 
 
 class Fitting:
-    """For rich's Live: as many of several things as fit into the window, their lines folded where they are too long.
+    """For rich's Live: show as many of several items as fit into the window; long lines are folded.
 
     Args:
-        count: how many there are.
-        made: the renderable of that many of them, the most important ones.
+        count: number of items.
+        made: returns the renderable of a number of items, the most important ones.
     """
 
     def __init__(self, count: int, made: Callable[[int], Any]) -> None:
         self._count, self._made = count, made
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
-        """Render as many things as fit; rich calls this."""
+        """Render as many items as fit; rich calls this."""
         from rich.segment import Segment
 
         options, height = options.update(no_wrap=False, overflow="fold"), options.size.height
         shown, least = min(self._count, height), max(1, height // 6)
         while True:
             lines = console.render_lines(self._made(shown), options, pad=False)
-            if len(lines) <= height or shown <= least:  # what is left is Live's to cut
+            if len(lines) <= height or shown <= least:  # Live cuts the rest
                 break
             shown = max(shown - max(1, (len(lines) - height) // 4), least)
         for line in lines:
@@ -61,7 +61,7 @@ class Fitting:
 
 
 class _Terminal(io.FileIO):
-    """A terminal. Once it is closed, what is written to it is dropped: nobody is left to read it."""
+    """A terminal that drops all output once it is closed."""
 
     def write(self, data: Any) -> int:
         try:
@@ -73,11 +73,11 @@ class _Terminal(io.FileIO):
 
 
 def outlive_terminal() -> None:
-    """Let prints to a terminal that is closed meanwhile (a window, an ssh session) do nothing, instead of failing."""
+    """Make prints do nothing, instead of failing, after their terminal (window, ssh session) has closed."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, io.TextIOWrapper) or stream is not getattr(sys, f"__{name}__"):
-            continue  # somebody has put something else there, or it was closed at the start
+            continue  # replaced by another object, or closed at the start
         # Not by isatty(), which is False if the terminal is gone already.
         if stat.S_ISCHR(os.fstat(stream.fileno()).st_mode):
             stream.flush()
@@ -91,12 +91,12 @@ def outlive_terminal() -> None:
 
 
 def discard(stream: Any) -> None:
-    """Drop everything printed to `stream` from now on: the reader of the pipe has gone."""
+    """Drop everything printed to `stream` from now on, because the reader of the pipe has gone."""
     os.dup2(files.open_fd(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def flush_output() -> None:
-    """Write what is left of the output; what nobody reads must not change the exit status."""
+    """Flush the output. If nothing reads it any more, drop it, so that the exit status does not change."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
