@@ -94,8 +94,25 @@ def test_a_dry_run_shows_the_model(
     assert "the model is not shown: it cannot be created without its memory" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [[], ["outputs/x"], ["--model"], ["outputs/x", "--settings"]])
-def test_what_to_show_must_be_said(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_attempts_are_listed_with_the_steps_that_were_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("{}")
+    ended = {"attempt": 1, "cause": "killed", "ranks": 2, "start_step": 0, "end_step": 44, "checkpoint_step": 40}
+    ended |= {"steps_lost": 4, "host": "n1", "job_id": "7", "started": 1e300}
+    (tmp_path / "attempts.jsonl").write_text(json.dumps(ended) + "\n")
+    (tmp_path / "attempt.json").write_text(json.dumps({"attempt": 2, "start_step": 40, "ranks": 1, "started": 1.7e9}))
+    heading, first, second = shown(capsys, str(tmp_path), "--attempts")
+    assert heading.split()[-3:] == ["saved", "repeated", "cause"]
+    assert first.split() == ["1", "n1", "7", "2", "1", "44", "40", "4", "killed"]
+    assert second.split()[0] == "2"
+    assert second.split()[-6:] == ["1", "41", "has", "no", "end", "yet"]
+    (as_json,) = shown(capsys, str(tmp_path), "--attempts", "--json")
+    assert [attempt["attempt"] for attempt in json.loads(as_json)] == [1, 2]
+
+
+@pytest.mark.parametrize("words", [[], ["outputs/x"], ["--model"], ["x", "--settings"], ["x", "--model", "--attempts"]])
+def test_missing_choice_of_show_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.run(["show", *words]) == ExitStatus.USAGE
     (line,) = capsys.readouterr().err.splitlines()
     assert "pass a run and --model" in line

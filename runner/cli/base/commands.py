@@ -13,7 +13,7 @@ COMMANDS = {
     "search": ("look", "DIR", "the trials of a search, and the best one"),
     "logs": ("look", "RUN", "what a run prints"),
     "resume": ("start", "RUN... [key=value ...]", "resume runs from their directories"),
-    "show": ("look", "RUN --model | --settings", "the model of a run, or every setting there is"),
+    "show": ("look", "RUN --model|--attempts", "the model or the attempts of a run; --settings: every setting"),
     "diff": ("look", "A B", "how two runs differ, and from which step on"),
     "inspect": ("look", "RUN", "which samples a step saw, what a resume would change"),
     "checkpoints": ("runs", "RUN", "list, verify, compare, export and prune checkpoints"),

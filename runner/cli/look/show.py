@@ -1,4 +1,4 @@
-"""Show every setting (`runner show --settings [PREFIX]`) or the model of a run (`runner show RUN --model`)."""
+"""Show every setting (`runner show --settings`), or the model or the attempts of a run (`show RUN --model`)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from runner.cli.base import model
 from runner.cli.base.console import PROGRAM, Parser, console, table, tell
+from runner.cli.look.attempts import show_attempts
 from runner.config.settings import settings
 from runner.errors import UserError
 from runner.rundir.attempt_log import ended_attempts
@@ -31,14 +32,15 @@ def parser() -> Parser:
     made = Parser(
         prog=f"{PROGRAM} show",
         description="Prints the model of a run: its modules, their parameters, and the memory that training takes. Or "
-        "every setting: its type, default, allowed values, whether it may change in an existing "
-        "run, and what it is.",
+        "its attempts: where each ran, which steps it made, and why it ended. Or every setting: its type, default, "
+        "allowed values, whether it may change in an existing run, and what it is.",
     )
     made.add_argument(
         "--settings", nargs="?", const="", metavar="PREFIX", help="all settings, or those of a part such as eval"
     )
     made.add_argument("run", nargs="?", type=Path, metavar="RUN", help="a run directory, such as outputs/NAME")
     made.add_argument("--model", action="store_true", help="the model that RUN trains")
+    made.add_argument("--attempts", action="store_true", help="the attempts of RUN: steps, ranks, cause of the end")
     made.add_argument("--json", action="store_true", help="print JSON")
     return made
 
@@ -50,12 +52,14 @@ def main(arguments: Sequence[str]) -> int:
         UserError: there is no such setting or run, or the run's model cannot be created.
     """
     options = parser().parse_args(arguments)
-    asked = options.run is not None, options.model, options.settings is not None
-    if asked not in ((True, True, False), (False, False, True)):
+    asked = options.run is not None, options.model + options.attempts, options.settings is not None
+    if asked not in ((True, 1, False), (False, 0, True)):
         raise UserError(
-            f"pass a run and --model ({PROGRAM} show outputs/NAME --model), or --settings [PREFIX] without a run; the "
-            "settings of a run are in its config.yaml"
+            f"pass a run and --model or --attempts ({PROGRAM} show outputs/NAME --model), or --settings [PREFIX] "
+            "without a run; the settings of a run are in its config.yaml"
         )
+    if options.attempts:
+        return show_attempts(run_dir(options.run), options.json)
     if options.model:
         return _show_model(options.run, options.json)
     rows = settings((options.settings or "").strip("."))
