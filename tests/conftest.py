@@ -1,4 +1,4 @@
-"""Shared by all tests: one deterministic Hypothesis profile, and no leftovers in the environment."""
+"""Configure all tests: one deterministic Hypothesis profile, and no leftovers in the environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from new_seeds import new_seed
 from progress import Progress
 
-# Fixtures that several modules share: command lines that start nothing; a cluster and its reference runs.
+# Shared fixtures: command lines that start nothing; a cluster and its reference runs.
 pytest_plugins = ["cli_fixtures", "isolation", "jobs", "references"]
 
 settings.register_profile(
@@ -28,7 +28,7 @@ settings.load_profile("runner")
 
 # Children inherit it: two busy processes on two cores, and the same bits whatever else runs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Not theirs: the environment of a job, or of a Git hook, that runs the tests.
+# Variables of a job, or of a Git hook, that runs the tests.
 FOREIGN = "RANK WORLD_SIZE LOCAL_ MASTER_ TORCHELASTIC_ SLURM_ SBATCH_ GIT_DIR GIT_INDEX_FILE GIT_WORK_TREE"
 FOREIGN += " RUNNER_TRUST HYDRA_FULL_ERROR COLUMNS"
 for name in [name for name in os.environ if name.startswith(tuple(FOREIGN.split()))]:
@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measure the tests in the processes that run them; report from the one that the user started."""
+    """Measure the tests in the processes that run them; report from the process that the user started."""
     if not config.getoption("numprocesses", None):
         config.pluginmanager.register(Costs(unlimited=config.getoption("unlimited")))
     if not hasattr(config, "workerinput"):
@@ -61,13 +61,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def table_of_characters() -> None:
-    """Let Hypothesis make its table of all characters: a second in a new clone, which is no test's own cost."""
+    """Let Hypothesis make its table of all characters first: in a new clone a test would lose a second to it."""
     st.text().validate()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep one shard; what takes long first, and all that needs a cluster in one process."""
+    """Keep one shard; put promises and slow tests first, and tests on a cluster in one process."""
     if shard := config.getoption("shard"):
         number, _, count = shard.partition("/")
         if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
@@ -82,11 +82,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector pass over what was imported: a full collection takes a tenth of the time then."""
+    """Exclude imported objects from garbage collection: a full collection then takes a tenth of the time."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_report_header() -> str:
-    """Printed once per run: with it, what failed is played again."""
+    """Return the header, printed once per run, with which a failure can be reproduced."""
     return f"simulation: new schedules from seed {new_seed()} on"

@@ -1,4 +1,4 @@
-"""A checkpoint that another run takes over: whole or not at all, whatever happens to either of them meanwhile."""
+"""Checkpoints that another run takes over: all or nothing, whatever happens to either run during this."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def trunk(template: tuple[Path, dict[int, str]], tmp_path: Path) -> Path:
 
 
 def loaded(directory: Path) -> str:
-    """The digest of what a run loads that has taken a checkpoint over."""
+    """Return the digest of what a run loads after a take-over."""
     toy = Toy(seed=1)
     manager(directory).load(toy.model, toy.optimizer)
     return toy.digest()
@@ -66,7 +66,7 @@ def test_it_is_the_same_and_outlives_the_other(
 
 
 def test_leftovers_of_a_reused_process_id_do_no_harm(trunk: Path, tmp_path: Path) -> None:
-    """In a container each command may have the same PID. An attempt, which has a number of its own, removes it."""
+    """In a container each command may have the same PID. An attempt, which has a number, removes the leftovers."""
     branch = tmp_path / "branch"
     for _ in range(2):
         with pytest.MonkeyPatch.context() as patch:
@@ -81,7 +81,7 @@ def test_leftovers_of_a_reused_process_id_do_no_harm(trunk: Path, tmp_path: Path
 
 
 def each_change(trunk: Path, directory: Path, act: Callable[[int, Path], object]) -> int:
-    """Call `act` with the number of every change that a take-over makes; how many there are."""
+    """Call `act` with the number of each change that a take-over makes. Return the number of changes."""
     with intercepted() as trace:
         adopt(trunk / STEP, directory / "count", Fence())
     for number in range(trace.count):
@@ -90,7 +90,7 @@ def each_change(trunk: Path, directory: Path, act: Callable[[int, Path], object]
 
 
 def test_killed_before_each_change(template: tuple[Path, dict[int, str]], trunk: Path, tmp_path: Path) -> None:
-    """Taken over again, it is whole, and nothing is left over once it is loaded."""
+    """Take it over again: it is complete, and no leftovers remain once it is loaded."""
 
     def kill(number: int, branch: Path) -> None:
         sys.stdout.flush()
@@ -113,7 +113,7 @@ def test_killed_before_each_change(template: tuple[Path, dict[int, str]], trunk:
 
 
 def test_deleted_before_each_change(template: tuple[Path, dict[int, str]], trunk: Path, tmp_path: Path) -> None:
-    """Pruning while forking: either nothing is there, with one line, or a valid checkpoint."""
+    """Prune during a fork: the result is either one error line or a valid checkpoint."""
     outcomes = set()
 
     def delete(number: int, branch: Path) -> None:
@@ -136,7 +136,7 @@ def test_deleted_before_each_change(template: tuple[Path, dict[int, str]], trunk
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=lambda code: errno.errorcode[code])
 def test_refused_at_each_change(trunk: Path, tmp_path: Path, code: int) -> None:
-    """A full or failing disk leaves no checkpoint that is not whole."""
+    """A full or failing disk leaves no incomplete checkpoint."""
 
     def refuse(number: int, branch: Path) -> None:
         try:

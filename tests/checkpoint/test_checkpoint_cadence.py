@@ -62,7 +62,7 @@ def test_the_formula_matches_a_calculation_by_hand() -> None:
 
 @given(st.floats(1e-3, 100), st.integers(0, 50), st.floats(1, 1e6))
 def test_the_optimum_is_near_the_least_overhead(cost: float, losses: int, ran: float) -> None:
-    """The expected overhead per second, C/T + T/2M to first order, is within 5% of its minimum."""
+    """Compare the expected overhead per second, C/T + T/2M to first order, with its minimum: within 5%."""
     interval = AdaptiveInterval(1e-9, 1e9)
     interval.observe_save(cost, 0.0)
     interval.observe_attempts([(ran / (losses or 1), "killed")] * losses)
@@ -90,7 +90,7 @@ def test_interval_is_at_least_two_writes_and_is_explained() -> None:
 
 @given(rate=st.floats(1e-7, 1.0), stall=st.floats(0, 60), start=st.floats(0, 600))
 def test_adaptive_cadence_is_half_a_point_from_the_optimum(rate: float, stall: float, start: float) -> None:
-    """Kills come without memory; a kill loses all since the last save, and a start."""
+    """Kills are memoryless. A kill loses everything since the last save, and a start."""
 
     def useful_share(work: float) -> float:
         stretch = rate * (work + stall)

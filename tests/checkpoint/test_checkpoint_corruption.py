@@ -35,7 +35,7 @@ FILES = ["manifest.json", "rank_00000.safetensors", "tensors.json", "train_state
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two checkpoints, of steps 1 and 2."""
+    """Save two checkpoints, of steps 1 and 2."""
     directory = tmp_path_factory.mktemp("saved")
     toy, saving = Toy(), manager(directory)
     for _ in range(2):
@@ -57,7 +57,7 @@ def flip(path: Path) -> None:
 
 
 def load(directory: Path) -> int:
-    """The step that is loaded."""
+    """Return the step that is loaded."""
     toy = Toy(seed=3)
     state = manager(directory).load(toy.model, toy.optimizer)
     assert state is not None
@@ -65,7 +65,7 @@ def load(directory: Path) -> int:
 
 
 def test_corrupt_checkpoint_does_not_displace_a_valid_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk refuses to set it aside; what is saved below it from then on is not one too many."""
+    """The disk refuses to set it aside. Retention then keeps the checkpoints saved below it."""
     toy, saving = Toy(), manager(tmp_path)
     for steps in (1, 3):
         toy.train(steps)
@@ -88,7 +88,7 @@ def test_corrupt_checkpoint_does_not_displace_a_valid_one(tmp_path: Path, monkey
 
 
 def test_corrupt_checkpoint_does_not_count_as_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the disk works again it is set aside after all."""
+    """Once the disk works again, the checkpoint is set aside."""
     toy, saving, take = Toy(), manager(tmp_path), checkpoint_dir._take
     for steps in (1, 3):
         toy.train(steps)
@@ -118,7 +118,7 @@ def test_corrupt_checkpoint_does_not_count_as_kept(tmp_path: Path, monkeypatch: 
 def test_valid_checkpoint_of_a_corrupt_step_is_not_set_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, misread: bool
 ) -> None:
-    """It was saved again, and the disk reported an error although its name is there; or it was misread once."""
+    """It was saved again and the disk reported an error after the rename, or it was misread once."""
     toy, saving, sync = Toy(), manager(tmp_path), files.fsync_dir
     for steps in (1, 2):
         toy.train(steps)
@@ -156,7 +156,7 @@ def test_valid_checkpoint_of_a_corrupt_step_is_not_set_aside(
 
 
 def positions(size: int) -> Iterator[int]:
-    """Both ends of a file, and some offsets between them."""
+    """Return both ends of a file, and some offsets between them."""
     yield from {0, 1, size // 7, size // 4, size // 3, size // 2, 2 * size // 3, size - 2, size - 1}
 
 
@@ -179,7 +179,7 @@ def test_changed_byte_is_detected_set_aside_and_survived(
 
 @pytest.mark.parametrize("name", ["tensors.json", "train_state.pt"])
 def test_what_is_loaded_is_what_was_verified(run: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bit that rots between two reads, of which only the first was verified, would be loaded."""
+    """Corrupt a bit between two reads: if only the first read was verified, it would be loaded."""
     opened, real = [], files.open_regular
 
     def rotting(path: Path, *arguments: Any, **options: Any) -> Any:
@@ -264,7 +264,7 @@ def test_newest_changes_nothing(run: Path) -> None:
 
 
 def test_missing_permission_is_not_corruption(run: Path, monkeypatch: Any) -> None:
-    """A checkpoint that is not readable is not set aside, since its owner can fix that."""
+    """An unreadable checkpoint is not set aside, since its owner can fix that."""
     original = files.open_fd
 
     def refuse(path: Any, *rest: Any, **options: Any) -> int:
@@ -278,11 +278,11 @@ def test_missing_permission_is_not_corruption(run: Path, monkeypatch: Any) -> No
     assert names(run) == ["step_00000001", "step_00000002"]
 
 
-# What an attacker may write. Everything below verifies: whoever can change a file can change the manifest.
+# What an attacker may write. Manifests below verify: whoever can change a file can change the manifest.
 
 
 class Trap:
-    """Runs a command when it is unpickled."""
+    """A class that runs a command when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -322,7 +322,7 @@ PICKLES = {
 
 @pytest.mark.parametrize("case", PICKLES)
 def test_what_would_break_the_interpreter_is_one_line(run: Path, case: str) -> None:
-    """torch.load ends in a segmentation fault at the first, whatever the command."""
+    """The first of these ends torch.load in a segmentation fault, in any command."""
     pickled, message = PICKLES[case]
     path = run / "step_00000002"
     with zipfile.ZipFile(path / "train_state.pt") as old:
@@ -343,7 +343,7 @@ def test_what_would_break_the_interpreter_is_one_line(run: Path, case: str) -> N
 @pytest.mark.parametrize("odd", ["x", -1, None, [], {}, ()], ids=repr)
 @pytest.mark.parametrize("key", ["rng", "rng_by_rank", "scheduler", "scheduler.last_epoch", "optimizer", "tokens_seen"])
 def test_odd_values_in_a_train_state_are_one_line(run: Path, key: str, odd: Any) -> None:
-    """Or they do no harm: an empty list of generators, say."""
+    """Some do no harm: an empty list of generators, for example."""
     path = run / "step_00000002"
     state = torch.load(path / "train_state.pt", weights_only=True)
     outer, _, inner = key.partition(".")
@@ -379,7 +379,7 @@ def test_an_invalid_index_is_refused_in_one_line(run: Path, what: bytes) -> None
 
 
 def test_a_pickle_in_place_of_a_tensor_is_not_run(run: Path, tmp_path: Path) -> None:
-    """Bytes of a tensor are bytes, whatever they spell."""
+    """Bytes of a tensor are read as bytes only."""
     path = run / "step_00000002" / "rank_00000.safetensors"
     raw = path.read_bytes()
     trap = pickle.dumps(Trap(tmp_path / "sprung"))
@@ -477,7 +477,7 @@ def test_manifest_with_valid_checksum_may_still_be_malformed(
 
 
 def test_a_file_of_another_size_is_not_read(run: Path) -> None:
-    """A sparse file costs nothing, and a day to read."""
+    """Use a sparse file, which costs nothing to store and a day to read."""
     at = Folder(run / "step_00000002")
     written = manifests.record_of(at, "train_state.pt")
     os.truncate(at.path / "train_state.pt", 2**42)

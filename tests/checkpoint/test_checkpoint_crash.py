@@ -1,5 +1,6 @@
-"""Every single change to the file system that a load, a save, a commit and a deletion make: killed before, in and after
-it, refused, lost in a power failure, or delayed until a newer attempt has taken over.
+"""Each change to the file system by a load, save, commit or deletion: killed at it, refused, lost or delayed.
+
+A change is lost in a power failure, or delayed until a newer attempt has taken over.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ SAVED = "checkpoints"
 
 
 class Scene:
-    """A run directory in which everything happens at once: two valid checkpoints, a corrupt newest one, a leftover.
+    """A run directory with two valid checkpoints, a corrupt newest one, and a leftover of a kill.
 
     `act` loads (sweeps, sets aside), saves step 3 and deletes step 1.
     """
@@ -77,7 +78,7 @@ class Scene:
         return self.toy.save(working)
 
     def check(self, run: Path, case: object) -> int:
-        """What any state must allow: the newest checkpoint is loaded bit for bit, the next save works, nothing is left.
+        """Check any state: the newest checkpoint loads bit for bit, the next save works, no leftovers remain.
 
         Returns the step that was loaded (0: there is none).
         """
@@ -100,7 +101,7 @@ class Scene:
         return step
 
     def record(self, run: Path) -> tuple[Recording, int]:
-        """Every change of `act`, and the number of changes after which step 3 must be there for good."""
+        """Record each change of `act`, and the number of changes after which step 3 must stay."""
         with recorded(self.copy(run)) as recording:
             assert self.act(run)
         commit = next(n for n, c in enumerate(recording.changes) if c.to == f"{SAVED}/step_00000003")
@@ -127,7 +128,7 @@ def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def fast(tmp_path: Path) -> Iterator[Path]:
-    """A directory in memory if possible: hundreds of commits need not wait for a disk."""
+    """Return a directory in memory if possible: hundreds of commits need not wait for a disk."""
     if not os.access("/dev/shm", os.W_OK):
         yield tmp_path
         return
@@ -136,14 +137,14 @@ def fast(tmp_path: Path) -> Iterator[Path]:
 
 
 def each(directory: Path) -> Iterator[Path]:
-    """Fresh directories, each removed when the next one is asked for."""
+    """Yield fresh directories; each is removed when the next is requested."""
     for number in itertools.count():
         yield directory / str(number)
         shutil.rmtree(directory / str(number), ignore_errors=True)
 
 
 def test_the_recorded_changes_are_what_happened(scene: Scene, fast: Path) -> None:
-    """And a few real kills leave what the model says."""
+    """Compare a few real kills with the model."""
     recording, _ = scene.record(fast / "run")
     assert tree_of(fast / "run") == recording.after_kill(len(recording.changes))
     for number in range(3, len(recording.changes), 15):
@@ -172,7 +173,7 @@ def forked(action: Callable[[], object]) -> int:
 
 
 def digest(tree: Tree) -> str:
-    """SHA-256 of names and contents."""
+    """Return the SHA-256 of names and contents."""
     sha = hashlib.sha256()
     for path, content in sorted(tree.items()):
         sha.update(f"{path}\0{-1 if content is None else len(content)}\0".encode() + (content or b""))
@@ -180,7 +181,7 @@ def digest(tree: Tree) -> str:
 
 
 def shape(tree: Tree) -> list[tuple[str, str]]:
-    """Names, and which files are empty; without process ids."""
+    """Return names, without process ids, and which files are empty."""
     return sorted(
         (re.sub(r"\.tmp-[^/]*", ".tmp", path), "directory" if content is None else "data" if content else "empty")
         for path, content in tree.items()
@@ -188,7 +189,7 @@ def shape(tree: Tree) -> list[tuple[str, str]]:
 
 
 def test_the_order_of_a_commit_survives_a_power_loss(scene: Scene, fast: Path) -> None:
-    """Each file is fsynced after its last write, then their directory, all before the rename; then the parent.
+    """Sync each file after its last write, then their directory, then rename; then sync the parent.
 
     The manifest is written last, and an old checkpoint is deleted after all this.
     """
@@ -242,7 +243,7 @@ def test_killed_before_in_and_after_each_change(scene: Scene, fast: Path) -> Non
 
 @pytest.mark.promise("power lost at each write of a save: the newest checkpoint loads bit for bit")
 def test_the_worst_that_a_power_failure_leaves_at_each_change(tmp_path: Path, fast: Path) -> None:
-    """The newest one that was committed, whatever else was lost."""
+    """Load the newest committed checkpoint, whatever else was lost."""
     for kind, more_than in ((Scene, 80), (FreshScene, 20)):
         made, kept = tmp_path / kind.__name__, fast / kind.__name__
         made.mkdir()
@@ -255,7 +256,7 @@ def test_the_worst_that_a_power_failure_leaves_at_each_change(tmp_path: Path, fa
 def test_the_model_notices_a_sync_that_is_forgotten(
     fast: Path, forgotten: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of files, of the directory of checkpoints, of the run directory, of the checkpoint's own directory."""
+    """Omit the sync of files, checkpoint directories, the run directory or the checkpoint's own directory."""
     (fast / "scene").mkdir()
     scene = FreshScene(fast / "scene")
     real = files.fsync_dir
@@ -278,8 +279,9 @@ def test_the_model_notices_a_sync_that_is_forgotten(
 @pytest.mark.slow
 @pytest.mark.parametrize("code", CODES, ids=lambda code: errno.errorcode[code])
 def test_each_change_is_refused(scene: Scene, fast: Path, code: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Once (and with one of the errors per change, from then on): it is logged, what was there is untouched, and the
-    next save works.
+    """Refuse it once: the error is logged, existing files are untouched, and the next save works.
+
+    With one of the errors per change, also refuse all changes from then on.
     """
     recording, _ = scene.record(fast / "count")
     runs = each(fast / "runs")
@@ -303,10 +305,10 @@ def test_each_change_is_refused(scene: Scene, fast: Path, code: int, caplog: pyt
 
 @pytest.mark.slow
 def test_superseded_attempt_that_wakes_early_changes_nothing(scene: Scene, fast: Path) -> None:
-    """It stops before each change of its load and save, and a newer attempt takes over, loads and saves.
+    """Stop it before each change of its load and save; a newer attempt takes over, loads and saves.
 
-    When it wakes, it commits, deletes and sets aside nothing: not one byte differs. Before its own save begins, it may
-    find what the newer one saved, and have nothing to do.
+    When it wakes, it commits, deletes and sets aside nothing: not one byte differs. Before its save begins, it may find
+    the newer attempt's save, and have nothing to do.
     """
     changes = scene.record(fast / "count")[0].changes
     before = next(n for n, change in enumerate(changes) if change.kind == "create")
@@ -334,7 +336,7 @@ def test_superseded_attempt_that_wakes_early_changes_nothing(scene: Scene, fast:
 
 
 def quiet(lease: Lease) -> None:
-    """End its heartbeat, which is not to be among the counted changes."""
+    """End the heartbeat of a lease, so that it is not among the counted changes."""
     assert lease._thread is not None
     lease._stop.set()
     lease._thread.join()

@@ -21,7 +21,7 @@ SIZE = 8 << 20
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB."""
+    """Mount a file system of 8 MiB."""
     directory = tmp_path / "disk"
     directory.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE},mode=755", "tmpfs", str(directory)]
@@ -32,7 +32,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 class Run:
-    """A model of about 1 MiB."""
+    """A run with a model of about 1 MiB."""
 
     def __init__(self, directory: Path, mode: str) -> None:
         self.model = nn.Linear(512, 512)
@@ -46,7 +46,7 @@ class Run:
         return self.manager.last_error is None
 
     def check(self, step: int) -> None:
-        """`step` is the newest, and it is intact."""
+        """Check that `step` is the newest, and intact."""
         fresh = nn.Linear(512, 512)
         state = TrainStateManager(self.manager.directory, fingerprint=FINGERPRINT).load(fresh)
         assert state is not None

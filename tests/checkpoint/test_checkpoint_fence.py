@@ -1,4 +1,4 @@
-"""A superseded process neither deletes nor sets aside a checkpoint, whenever it finds out that it is one."""
+"""A superseded process neither deletes nor sets aside a checkpoint, whenever it learns that it is superseded."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ CHANGES: dict[str, Callable[[Path, Fence], None]] = {
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """Checkpoints of the steps 1 and 2."""
+    """Save checkpoints of steps 1 and 2."""
     train(tmp_path / "checkpoints", 2, keep_last=9)
     return tmp_path / "checkpoints"
 
 
 def superseded_at(calls: list[str], number: int) -> None:
-    """The check of a fence that fails when it is made for the `number`-th time, and later."""
+    """Return a fence check that fails at its call number `number` and later."""
     calls.append("check")
     if len(calls) >= number:
         raise SupersededError("attempt 2 holds the lease")
@@ -36,7 +36,7 @@ def superseded_at(calls: list[str], number: int) -> None:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_it_does_not_even_create_a_directory(saved: Path, change: str) -> None:
-    """Killed in between, it would leave that behind in a directory that belongs to its successor."""
+    """If it were killed next, the directory would stay in the run directory of its successor."""
     with intercepted() as trace, pytest.raises(SupersededError):
         CHANGES[change](saved / step_name(1), Fence(1, partial(superseded_at, [], 1)))
     assert trace.calls == []
@@ -44,7 +44,7 @@ def test_it_does_not_even_create_a_directory(saved: Path, change: str) -> None:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_it_is_asked_again_before_the_checkpoint_is_moved(saved: Path, change: str) -> None:
-    """A successor that came between the check and the new directory has not swept that one."""
+    """A successor that came between the check and the new directory has not swept that directory."""
     before = names(saved)
     with pytest.raises(SupersededError):
         CHANGES[change](saved / step_name(1), Fence(1, partial(superseded_at, [], 2)))

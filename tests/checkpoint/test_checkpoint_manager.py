@@ -66,7 +66,7 @@ def test_the_layout_is_as_documented_and_not_writable_by_others(tmp_path: Path) 
 
 
 def test_torch_and_safetensors_read_it(tmp_path: Path) -> None:
-    """Other tools can use the tensors without the runner."""
+    """Read the tensors without the runner."""
     from safetensors.torch import load_file
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -84,7 +84,7 @@ def test_torch_and_safetensors_read_it(tmp_path: Path) -> None:
 
 
 class Kinds(nn.Module):
-    """A buffer of every dtype, with shapes and layouts of every kind."""
+    """Buffers of every dtype, with shapes and layouts of every kind."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def test_tensors_of_every_dtype_and_layout_come_back_bit_for_bit(tmp_path: Path)
 
 
 def test_fresh_optimizers_and_unused_parameters_are_restored(tmp_path: Path) -> None:
-    """A helper that makes a dummy step to create the state would count that step."""
+    """A dummy step to create the state would be counted as a step."""
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -193,7 +193,7 @@ def test_groups_tied_weights_and_plain_values_are_restored(tmp_path: Path) -> No
 
 
 def test_order_of_the_optimizer_state_does_not_matter(tmp_path: Path) -> None:
-    """A resume on several ranks fills it in another order; the checkpoint is the same one."""
+    """A resume on several ranks fills it in another order; the checkpoint is the same."""
     toy = Toy()
     toy.train()
     state = toy.state()
@@ -506,7 +506,7 @@ def test_the_background_thread_survives_what_it_runs(caplog: pytest.LogCaptureFi
 
 
 def test_a_large_train_state_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
-    """What tasks and callbacks keep (a replay buffer, say) is in it: no limit but its size in the manifest holds."""
+    """Tasks and callbacks keep state in it, such as a replay buffer. Only its size in the manifest is a limit."""
     model = nn.Linear(2, 1)
     kept = torch.arange(17 * 2**20, dtype=torch.float32)  # 68 MiB
     state = build_train_state(1, 0, None, None, {"task": [{"buffer": kept}]})

@@ -1,4 +1,4 @@
-"""A name proves nothing: the step in the manifest decides, and what is not ours is left alone."""
+"""The step in a manifest counts, not the name; foreign entries are left alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from runner.system import clock, files
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, str]]:
-    """Checkpoints of steps 1 to 3, and what each holds."""
+    """Return checkpoints of steps 1 to 3, and what each holds."""
     directory = tmp_path_factory.mktemp("trained") / "checkpoints"
     return directory, train(directory, 3, keep_last=9)
 
@@ -43,12 +43,12 @@ def load(directory: Path) -> tuple[Toy, int]:
 
 
 def tree(path: Path) -> dict[str, bytes]:
-    """Every file below `path`."""
+    """Return every file below `path`."""
     return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 def test_a_copy_under_a_name_that_the_run_needs_costs_nothing(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A run that believed the name would finish at step 6 with the state of step 2."""
+    """A run that trusted the name would finish at step 6 with the state of step 2."""
     shutil.copytree(run / "step_00000002", run / "step_00000006")
     toy, step = load(run)
     assert step == 3
@@ -187,7 +187,7 @@ def test_a_deletion_that_was_killed_is_finished_and_not_undone(
 
 
 def test_killed_deletion_frees_the_name_before_the_files(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A power loss in between would bring the name back, with a part of the files."""
+    """A power loss in between would restore the name with only part of the files."""
     calls: list[str] = []
     sync, remove = files.fsync_dir, files.remove_tree
 
@@ -217,7 +217,7 @@ def test_killed_deletion_frees_the_name_before_the_files(run: Path, monkeypatch:
 def test_nobody_resumes_during_a_save_that_may_commit(
     refusals: int, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process of that save may only be stopped; its rename fails as soon as the directory has another name."""
+    """The process of that save may only be stopped. Its rename fails once the directory has another name."""
     unfinished = run / "step_00000004.tmp-1-99"
     unfinished.mkdir()
     left, real = [unfinished] * refusals, files.rename

@@ -37,7 +37,7 @@ class Splitting(Clockwork):
 
 
 class Net(nn.Module):
-    """Sizes that no number of ranks divides, a scalar and a buffer."""
+    """A model with sizes that no number of ranks divides, a scalar and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def whole(tensor: torch.Tensor) -> list[float]:
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All values of model and optimizer, by name; called on all ranks."""
+    """Return all values of model and optimizer by name; called on all ranks."""
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     values: dict[str, Any] = {name: whole(value) for name, value in inner.state_dict().items()}
     for name, parameter in inner.named_parameters():
@@ -84,7 +84,7 @@ def build(strategy: str, world: int, seed: int) -> tuple[nn.Module, torch.optim.
 
 
 def attempt(rank: int, world: int, strategy: str, directory: str, number: int) -> None:
-    """One attempt on `world` ranks: load, train two steps, save, and write down what was loaded and saved."""
+    """Make one attempt on `world` ranks: load, train two steps, save, and write down what was loaded and saved."""
     from runner.checkpoint import TrainStateManager, build_train_state, restore_train_state
 
     if world > 1:
@@ -113,7 +113,7 @@ def attempt(rank: int, world: int, strategy: str, directory: str, number: int) -
     (Path(directory) / f"note-{number}-{rank}.json").write_text(json.dumps(note))
     if world > 1:
         torch.distributed.barrier()
-        del model  # torch waits for ever now and then if what it synchronizes outlives the group
+        del model  # torch sometimes waits for ever if an object that it synchronizes outlives the group
         torch.distributed.destroy_process_group()
 
 
@@ -145,7 +145,7 @@ def test_four_ranks_then_two_then_one_then_three(tmp_path: Path, strategies: tup
 
 
 def stepping(rank: int, directory: str, number: int, last: int) -> None:
-    """Load, and train to step `last` with a save after each step: what is saved depends on the step alone."""
+    """Load, then train to step `last` with a save after each step. A save depends on the step alone."""
     from runner.checkpoint import TrainStateManager, build_train_state, restore_train_state
 
     torch.distributed.init_process_group(
@@ -171,7 +171,7 @@ def stepping(rank: int, directory: str, number: int, last: int) -> None:
 
 
 def test_a_resumed_run_saves_what_the_undisturbed_one_saves(tmp_path: Path) -> None:
-    """Not only equal tensors: nothing in the two checkpoints differs, not even the order of a list of names."""
+    """Compare all of the two checkpoints, even the order of a list of names."""
     for name, ends in {"whole": [2], "resumed": [1, 2]}.items():
         (tmp_path / name).mkdir()
         for number, last in enumerate(ends):
@@ -184,7 +184,7 @@ def test_a_resumed_run_saves_what_the_undisturbed_one_saves(tmp_path: Path) -> N
 
 
 def lending(rank: int, directory: str) -> None:
-    """Save after each step, once at once and once with copies that are made when the next update waits for them."""
+    """Save after each step, once at once and once with copies made when the next update waits for them."""
     from runner.checkpoint import TrainStateManager, build_train_state
     from runner.checkpoint.tensors.copying import Copy
 
@@ -234,7 +234,7 @@ def test_shards_copied_late_are_those_of_the_save(tmp_path: Path) -> None:
 
 
 class LogCapture(logging.Handler):
-    """Keeps the messages."""
+    """A handler that keeps log messages."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -245,7 +245,7 @@ class LogCapture(logging.Handler):
 
 
 def broken(rank: int, directory: str) -> None:
-    """The disk of rank 1 fails: all ranks continue, none waits, the next save is intact."""
+    """Break the disk of rank 1: all ranks continue, none waits, the next save is intact."""
     import errno
 
     from faults import failing, intercepted

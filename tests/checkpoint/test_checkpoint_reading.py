@@ -1,4 +1,4 @@
-"""An error while reading is no verdict: it is read again, and if it stays, the run stops and changes nothing."""
+"""Read errors condemn no checkpoint: reads are retried, and if they keep failing, the run stops and changes nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CODES = [errno.EIO, errno.ESTALE, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, str]]:
-    """Two checkpoints, of steps 1 and 2, and what each holds."""
+    """Save two checkpoints, of steps 1 and 2; return what each holds."""
     directory = tmp_path_factory.mktemp("saved")
     return directory, train(directory, 2)
 
@@ -43,7 +43,7 @@ def run(saved: tuple[Path, dict[int, str]], tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pauses that were made, without making them."""
+    """Record the pauses without making them."""
     made: list[float] = []
     monkeypatch.setattr(clock, "sleep", made.append)
     return made
@@ -60,7 +60,7 @@ def load(directory: Path) -> Toy:
 def test_each_read_of_a_load_may_fail_once_with_any_error(
     saved: tuple[Path, dict[int, str]], run: Path, pauses: list[float]
 ) -> None:
-    """Every single listing, look, opening and read of a load is refused once: the newest is loaded all the same."""
+    """Refuse each listing, stat, opening and read of a load once: the newest checkpoint is loaded all the same."""
     with reads_intercepted() as trace:
         load(run)
     assert {call for call, _ in trace.calls} >= {"open", "read", "list", "stat"}
@@ -90,7 +90,7 @@ def test_transient_error_is_survived_and_a_lasting_one_named(run: Path, code: in
 
 @pytest.mark.parametrize("name", ["tensors.json", "rank_00000.safetensors", "manifest.json", "train_state.pt"])
 def test_lasting_error_in_any_file_sets_nothing_aside(run: Path, name: str) -> None:
-    """Not at the checkpoint before, and not at step 0; nor does a save, the list or retention take it for corrupt."""
+    """It blames neither the previous checkpoint nor step 0. Saves, lists and retention don't call it corrupt."""
     with reads_intercepted(stays=(errno.EIO, f"step_00000002/{name}")):
         for _ in range(2):
             with pytest.raises(
@@ -112,7 +112,7 @@ def test_lasting_error_in_any_file_sets_nothing_aside(run: Path, name: str) -> N
 
 
 def test_an_error_late_in_a_load_is_survived(saved: tuple[Path, dict[int, str]], run: Path) -> None:
-    """After the checkpoint was verified, too: while its tensors are read."""
+    """Fail while tensors are read, after the verification."""
     with reads_intercepted() as trace:
         load(run)
     last = max(n for n, (call, path) in enumerate(trace.calls) if call == "read" and path.endswith("safetensors"))
@@ -126,7 +126,7 @@ def test_an_error_late_in_a_load_is_survived(saved: tuple[Path, dict[int, str]],
 
 
 def test_bytes_are_judged_only_after_a_second_look(run: Path) -> None:
-    """A read that returned other bytes once, from a bad cache or network, is no corruption; one that stays is."""
+    """A read that returned other bytes once, from a bad cache or network, is no corruption."""
     path = run / "step_00000002" / "rank_00000.safetensors"
     original = path.read_bytes()
     flip(path)
@@ -153,7 +153,7 @@ def test_checkpoint_deleted_during_listing_is_not_corrupt(run: Path, monkeypatch
 
 
 def test_more_ranks_may_have_saved_than_files_may_be_open(tmp_path: Path) -> None:
-    """Each of them wrote a file, and one rank reads them all; many systems allow 1,024 files."""
+    """One rank reads the files of all ranks; many systems allow 1,024 open files."""
     ranks = 120
     parts = [[Part("model.w", torch.int64, (ranks,), (rank,), (1,))] for rank in range(ranks)]
     contents = {file_name(rank): header(own) + struct.pack("<q", rank) for rank, own in enumerate(parts)}
@@ -177,8 +177,9 @@ def test_more_ranks_may_have_saved_than_files_may_be_open(tmp_path: Path) -> Non
 @pytest.mark.parametrize("verified", [False, True])
 @pytest.mark.parametrize("rows", [3, 32, 300])
 def test_a_part_is_read_into_memory_of_any_layout(tmp_path: Path, rows: int, verified: bool) -> None:
-    """Columns of a tensor, whole rows into a transposed target, another dtype; pieces small, large and just large
-    enough to be read straight to where they belong (256 KiB).
+    """Read columns, whole rows into a transposed target, and another dtype.
+
+    Pieces are small, large, and just large enough to be read directly into the target (256 KiB).
     """
     columns = 1024
     part = Part("model.w", torch.int64, (rows, columns), (0, 0), (rows, columns))
@@ -203,7 +204,7 @@ def test_a_part_is_read_into_memory_of_any_layout(tmp_path: Path, rows: int, ver
 def test_which_step_is_the_newest_is_asked_again(
     persists: bool, run: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And if the disk refuses every time, that is one line, not a traceback."""
+    """If the disk refuses every time, that is one line, not a traceback."""
     list_dir = files.list_dir
 
     def refuse(path: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The train state: everything is restored, nothing else is changed, and loading it runs no code."""
+"""The train state: all of it is restored, nothing else is changed, and loading it runs no code."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_positions_of_other_ranks_are_split_or_refused() -> None:
 def test_checkpoint_holds_position_and_generators_of_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    """Each rank reads its own part of the data. The other ranks are fake: they answer when rank 0 gathers."""
+    """Each rank reads its part of the data. The other ranks are fake: they answer when rank 0 gathers."""
 
     def gather(world: World, value: Any) -> list[Any]:
         if not isinstance(value, tuple):  # the plan, and what was written
@@ -204,7 +204,7 @@ def test_what_has_no_state_is_named() -> None:
     ids=["usual", "fused", "capturable", "state of other shapes"],
 )
 def test_cpu_state_moves_with_the_model_to_another_device(make: Any, steps_on: str, tmp_path: Path) -> None:
-    """But for the number of steps where torch wants it on the CPU; a GPU reads another place in memory otherwise."""
+    """The step count stays on the CPU where torch requires that; a GPU would misread its memory otherwise."""
     model = nn.Linear(3, 2)
     optimizer = make(model.parameters())
     for group in optimizer.param_groups:  # a capturable step cannot be made on a CPU

@@ -1,4 +1,4 @@
-"""What is saved is the state at the save, whenever its copies are made, and whatever forward passes change."""
+"""A save holds the state at the save, whenever its copies are made, and whatever forward passes change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runner.checkpoint.tensors.copying import Copy, HostBuffers
 
 
 class Awkward(nn.Module):
-    """Forward passes change whatever can be changed: buffers, frozen weights through `.data`, and trained ones."""
+    """A model whose forward passes change buffers, frozen weights through `.data`, and trained weights."""
 
     def __init__(self, sometimes: int = 0) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Awkward(nn.Module):
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Copies are made as late as they may be: when training waits for them."""
+    """Delay copies as long as possible: until training waits for them."""
     awaited = threading.Event()
     complete, finish, wait = Copy.complete, TrainStateManager.finish_copy, TrainStateManager.wait
 
@@ -103,7 +103,7 @@ def test_late_copies_are_of_the_state_at_the_save(tmp_path: Path, late: None) ->
 
 
 def test_copies_wait_only_for_what_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first save copies everything at once; later ones what a forward pass changes."""
+    """The first save copies everything at once; later ones copy at once what a forward pass changes."""
     later: list[set[str]] = []
     complete = Copy.complete
 
@@ -130,7 +130,7 @@ def test_copies_wait_only_for_what_stays_as_it_is(tmp_path: Path, monkeypatch: p
 
 
 def test_what_is_first_saved_later_is_observed_then() -> None:
-    """An optimizer's state may begin late, and then this rank may be given others to write."""
+    """An optimizer's state may begin late, and this rank may then have to write other tensors."""
     old, new, clamped = (torch.ones(4) for _ in range(3))
     buffers = HostBuffers()
     buffers.observe(buffers.copy({"old": old}, ["old"]))
@@ -147,7 +147,7 @@ def test_what_is_first_saved_later_is_observed_then() -> None:
 def test_weight_changed_in_forward_spoils_at_most_one_save(
     tmp_path: Path, late: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """That save is not committed, and from then on the weight is copied at once."""
+    """That save is not committed. From then on the weight is copied at once."""
     train(tmp_path / "late", 12, sometimes=4)
     train(tmp_path / "sync", 12, sometimes=4, mode="sync")
     missing = set(names(tmp_path / "sync")) - set(names(tmp_path / "late"))
@@ -160,7 +160,7 @@ def test_weight_changed_in_forward_spoils_at_most_one_save(
 
 
 def test_training_waits_for_copies_that_are_not_made_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what it waited is part of the stall."""
+    """The wait is part of the stall."""
     gate = threading.Event()
     complete = Copy.complete
 
@@ -205,14 +205,14 @@ def test_failed_copy_ends_the_save_and_not_the_training(
 
 
 class Gpus:
-    """What torch.cuda is asked for here, of two GPUs; as in CUDA, each thread begins on the first one."""
+    """A fake torch.cuda with two GPUs. As in CUDA, each thread begins on the first one."""
 
     def __init__(self) -> None:
         self.here = threading.local()
         self.queued: dict[Any, list[str]] = {}  # stream -> what was queued in it and not awaited
 
     def streams(self) -> dict[int, Any]:
-        """The current stream of each GPU, in this thread."""
+        """Return the current stream of each GPU in this thread."""
         if not hasattr(self.here, "streams"):
             self.here.device, self.here.streams = 0, {0: "default of 0", 1: "default of 1"}
         return cast(dict[int, Any], self.here.streams)
@@ -238,7 +238,7 @@ class Gpus:
 
 
 class OnGpu:
-    """A tensor on a GPU, as far as it is asked; or its copy."""
+    """A fake tensor on a GPU, or its copy."""
 
     is_cpu, is_cuda, _version = False, True, 0
 
@@ -252,14 +252,14 @@ class OnGpu:
         return self
 
     def copy_(self, source: OnGpu, non_blocking: bool) -> None:
-        """Is queued in the current stream of the GPU on which the source is."""
+        """Queue a copy in the current stream of the source's GPU."""
         stream = self.gpus.streams()[source.device.index]
         self.gpus.queued.setdefault(stream, []).append(f"a copy from {source.device}")
 
 
 @pytest.mark.parametrize("indices", [[0], [1], [0, 1], [1, 0]])
 def test_copies_from_every_gpu_are_awaited(indices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank trains on a GPU of its own, and the thread that copies must ask for that one."""
+    """A rank trains on one GPU, and the thread that copies must select it."""
     gpus = Gpus()
     for name in ("set_device", "current_stream", "Stream", "stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(gpus, name))

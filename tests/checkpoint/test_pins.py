@@ -1,4 +1,4 @@
-"""Pinned checkpoints are never deleted: not by retention, not by prune, not by a deletion that a kill interrupts."""
+"""Pinned checkpoints are never deleted: by retention, by prune or by an interrupted deletion."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from runner.system import clock, files
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """Checkpoints of the steps 1 to 3."""
+    """Save checkpoints of steps 1 to 3."""
     train(tmp_path / "checkpoints", 3, keep_last=10)
     return tmp_path / "checkpoints"
 
@@ -42,7 +42,7 @@ def test_pins_are_set_listed_and_removed(saved: Path) -> None:
 
 
 def test_what_is_pinned_is_durable_whoever_set_the_pin_first(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who set the pin may have been killed before its name was synced."""
+    """The process that set the pin may have been killed before its name was synced."""
     synced: list[Path] = []
     monkeypatch.setattr(files, "fsync_dir", synced.append)
     assert pin(saved / step_name(2))
@@ -59,7 +59,7 @@ def test_a_pin_is_not_taken_for_a_checkpoint(saved: Path) -> None:
 
 
 def test_retention_keeps_what_is_pinned_besides_the_newest(saved: Path) -> None:
-    """And deletes it at the next save after the pin was removed."""
+    """It deletes the checkpoint at the next save after the pin was removed."""
     pin(saved / step_name(1))
     toy = Toy()
     keeping = manager(saved, keep_last=2)
@@ -88,7 +88,7 @@ def test_a_pin_that_the_disk_refuses_is_none(saved: Path) -> None:
 
 
 def test_pin_set_during_a_deletion_holds_or_is_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before each change that the deletion makes: `pin` succeeded and the checkpoint is there, or neither."""
+    """Pin before each change of the deletion: `pin` succeeds and the checkpoint is there, or neither."""
     monkeypatch.setattr(pins, "LOOKS", 1)
     monkeypatch.setattr(clock, "sleep", lambda seconds: None)
     results = set()
@@ -140,7 +140,7 @@ def test_kill_during_a_deletion_leaves_all_or_nothing_unpinned(saved: Path) -> N
 
 
 def test_move_that_reported_an_error_deletes_nothing(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network file system may lose the answer; the checkpoint was pinned since retention looked."""
+    """A network file system may lose the answer, and the checkpoint was pinned since retention looked."""
     path, rename = saved / step_name(2), files.rename
 
     def answer_lost(source: Path, target: Path) -> None:
@@ -157,7 +157,7 @@ def test_move_that_reported_an_error_deletes_nothing(saved: Path, monkeypatch: p
 
 
 def test_corrupt_checkpoint_of_a_pinned_step_stays_away(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever deleted it, under the name that it was set aside with, was killed in that."""
+    """Its deletion, under the name that it was set aside with, was killed."""
     path = saved / step_name(2)
     assert pin(path)
     Directory(path.parent, Fence(1)).set_aside(path.name, "corrupt", "a bit")
@@ -170,7 +170,7 @@ def test_corrupt_checkpoint_of_a_pinned_step_stays_away(saved: Path, monkeypatch
 
 
 def changes_of_a_deletion(folder: Path) -> int:
-    """How many changes to the file system a deletion makes."""
+    """Return the number of changes to the file system that a deletion makes."""
     train(folder / "count", 1)
     with intercepted() as trace:
         Directory(folder / "count").delete(step_name(1))
@@ -179,6 +179,6 @@ def changes_of_a_deletion(folder: Path) -> int:
 
 
 def verified(path: Path) -> bool:
-    """Whether there is a checkpoint of which every byte is right."""
+    """Return whether there is a checkpoint of which every byte is right."""
     found = choice.judge(Folder(path))
     return isinstance(found, choice.Candidate) and choice.corruption_of(found) is None

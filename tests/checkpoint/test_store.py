@@ -1,4 +1,4 @@
-"""The seam of storage: checkpoints in a dictionary are saved, listed, loaded, set aside and deleted like files."""
+"""The storage interface: checkpoints in a dictionary are saved, listed, loaded, set aside and deleted like files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runner.system import files
 
 
 class Memory:
-    """A `Store`, its `Stored`, `Save` and `Writer`: files by the name of their checkpoint and their own."""
+    """A `Store`, its `Stored`, `Save` and `Writer`: files by checkpoint name and file name."""
 
     def __init__(self, path: Path, fence: Fence, name: str = "", shared: Memory | None = None) -> None:
         self.path, self.fence, self.name = path / name, fence, name

@@ -1,4 +1,4 @@
-"""Bad configs, data and disks end a run with one error line that names the cause and the remedy; no file is harmed."""
+"""Bad configs, data and disks end a run with one error line with cause and remedy; no file is harmed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def over(path: Path) -> list[str]:
 
 
 def refused(run: Run, *words: str, status: int | None = None) -> str:
-    """The one error line that the command ends with."""
+    """Return the one error line that the command ends with."""
     run.start()
     found, output = run.wait()
     assert found != 0, output
@@ -42,7 +42,7 @@ def refused(run: Run, *words: str, status: int | None = None) -> str:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Checksums of the files of a run that a refused command must not change."""
+    """Return the checksums of the files of a run that a refused command must not change."""
     kept = [path for path in folder.rglob("*") if path.is_file() and path.suffix in (".pt", ".safetensors", ".npy")]
     kept += [path for path in (folder / "metrics.jsonl", folder / "config.yaml") if path.exists()]
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in kept}
@@ -84,7 +84,7 @@ def test_a_run_directory_that_cannot_be_created(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts a tmpfs with these options."""
+    """Mount a tmpfs with these options."""
     mounted: list[Path] = []
 
     def mount(options: str) -> Path:
@@ -132,7 +132,7 @@ def test_another_model_in_the_same_directory(finished: Run) -> None:
 
 
 def test_the_checkpoint_of_another_model(finished: Run, tmp_path: Path) -> None:
-    """Copied by hand from a run with other sizes: names a parameter and both shapes."""
+    """Copy it by hand from a run with other sizes: the error names a parameter and both shapes."""
     Run(tmp_path / "run", [*finished.overrides, "model.width=32"]).finish()
     other = Run(tmp_path / "run", [*finished.overrides, "model.width=32", "train.steps=8"])
     shutil.rmtree(other.path / "checkpoints")

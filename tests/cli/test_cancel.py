@@ -1,4 +1,4 @@
-"""`runner cancel` ends jobs and processes, and the run is withdrawn until somebody starts it again."""
+"""`runner cancel` ends jobs and processes, and the run is withdrawn until a user starts it again."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_withdrawal_holds_for_one_job_or_one_attempt(
 def test_what_cannot_be_cancelled_is_named(
     slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run that has nothing to cancel, another machine's, an unknown sweep, a silent scheduler."""
+    """Try a run without anything to cancel, one of another machine, an unknown sweep, and a silent scheduler."""
     done = make(tmp_path, "done", state="finished", attempt=1)
     assert command(["cancel", str(done.path)]) == 0
     assert "done: finished, nothing to cancel" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Training commands: what they start, skip and refuse, and that nothing is written before everything is checked."""
+"""Training commands: what they start, skip and refuse, and that nothing is written before all checks."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_command_waits_for_an_ending_job(
     then: JobInfo | None,
     launches: int,
 ) -> None:
-    """It may be requeued: then there must not be a second one."""
+    """It may be requeued: then there must not be a second job."""
     run("seed=4")
     (path,) = run_dirs()
     FakeLauncher.queued[path] = JobInfo("12", "ending")
@@ -154,7 +154,7 @@ def test_a_command_waits_for_an_ending_job(
 def test_run_queued_by_another_launcher_is_not_started(
     run: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is one whose queue cannot be asked."""
+    """A run whose queue cannot be queried is not started either."""
     monkeypatch.setattr(submitted_jobs, "SHIPPED", ("fake_launcher:QueueLauncher",))
     run("train.steps=10", launcher="here")
     (path,) = run_dirs()

@@ -1,4 +1,4 @@
-"""How a command is found, what help, configs and completion print, and how every command ends."""
+"""How commands are found, what help, configs and completion print, and how every command ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complet
 
 
 class TestShowing:
-    """Commands that only print something import neither torch nor numpy, and write nothing."""
+    """Commands that only print import neither torch nor numpy, and write nothing."""
 
     @pytest.mark.parametrize(
         "arguments",
@@ -211,7 +211,7 @@ class TestCompletion:
 def test_an_empty_path_is_not_the_current_directory(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`runner rm "$UNSET"` in a run directory."""
+    """Run `runner rm "$UNSET"` in a run directory."""
     write_run(tmp_path / "run")
     (tmp_path / "run" / "code.json").write_text("{}")
     monkeypatch.chdir(tmp_path / "run")
@@ -222,7 +222,7 @@ def test_an_empty_path_is_not_the_current_directory(
 
 
 def test_every_option_in_conf_is_explained() -> None:
-    """Each option has a comment above or beside it, at least in one of the files that have it."""
+    """Check that each option has a comment above or beside it, in at least one of its files."""
     from runner.config.search_path import conf_dir
 
     explained, options = {"_target_"}, {}
@@ -240,7 +240,7 @@ def test_every_option_in_conf_is_explained() -> None:
 
 
 def test_ctrl_c_at_interpreter_shutdown_keeps_the_exit_status() -> None:
-    """The names of a module are deleted when its signal handlers are gone already."""
+    """The names of a module are deleted after its signal handlers."""
     program = """
 import os, signal, sys
 from runner.system.signals import STOP

@@ -56,7 +56,7 @@ def test_the_first_step_that_differs_is_named(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_equal_runs_differ_in_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also where one of them is shorter, and where there is nothing to compare."""
+    """Include a shorter run, and runs without anything to compare."""
     one, other = (write_run(tmp_path / name, records(*losses)) for name, losses in (("a", [3, 2, 1]), ("b", [3, 2])))
     told = found(capsys, str(one), str(other))
     assert (told["settings"], told["code"], told["environment"]) == ({}, {}, {})
@@ -73,7 +73,7 @@ def test_equal_runs_differ_in_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_new_run_names_the_one_that_it_is_most_like(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever else is beside it."""
+    """Other runs in the same directory do not matter."""
     monkeypatch.chdir(tmp_path)
     words = ["experiment=smoke", "launcher.dry_run=true"]
     for name, settings in (

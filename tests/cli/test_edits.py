@@ -1,4 +1,4 @@
-"""A run is extended on purpose, by `resume`; the command that began it then says so and trains nothing."""
+"""A run is extended on purpose, by `resume`; its first command then reports this and trains nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def save(path: Path, step: int) -> None:
 
 @pytest.fixture
 def finished(run: Command) -> Path:
-    """A run of 20 steps under a cosine."""
+    """Make a finished run of 20 steps with a cosine schedule."""
     assert run(*FIRST) == 0
     (path,) = run_dirs()
     finish(path, 20)

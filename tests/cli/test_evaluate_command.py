@@ -1,4 +1,4 @@
-"""`runner evaluate`: its mistakes are one line, its JSON is complete, and a submitted one is submitted once."""
+"""`runner evaluate`: one-line errors, complete JSON, and one submission per evaluation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def conf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A config directory with launcher=fake."""
+    """Make a config directory with launcher=fake."""
     directory = tmp_path_factory.mktemp("fake") / "conf"
     write_launchers(directory, fake=EvaluationLauncher)
     UNCHANGED.add(directory)
@@ -36,7 +36,7 @@ def conf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(template: Path, conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A finished run, `run` in the current directory beside `conf`."""
+    """Make a finished run named `run` in the current directory, next to `conf`."""
     (tmp_path / "conf").symlink_to(conf)
     FakeLauncher.reset()
     monkeypatch.setattr(EvaluationLauncher, "launched", [])

@@ -1,5 +1,7 @@
-"""A value at the edge of what can be written ends in a run or in one line, never in a traceback; a refused run leaves
-nothing behind. And valid configs, drawn at random, are trained, killed and resumed bit for bit."""
+"""Extreme values end in a run or in one line; valid random configs train, are killed and resume bit for bit.
+
+No traceback is printed, and a refused run leaves no files.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,7 @@ def test_an_extreme_value_ends_in_a_run_or_in_one_line(overrides: str, tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize("most", [0, 1])
 def test_adaptive_saves_without_a_shortest_interval(most: int, tmp_path: Path) -> None:
-    """The config allows it, and so does the job."""
+    """The config and the job allow it."""
     bounds = ["checkpoint.adaptive=true", "checkpoint.min_interval_s=0", f"checkpoint.max_interval_s={most}"]
     outcome = random_configs.fork_run([*TINY, *bounds], tmp_path)
     assert outcome.status == ExitStatus.FINISHED, outcome
@@ -89,7 +91,7 @@ def test_adaptive_saves_without_a_shortest_interval(most: int, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("calls", [0, 3])
 def test_a_run_that_has_trained_is_never_discarded(calls: int, tmp_path: Path) -> None:
-    """Only one that was refused before its first step is, although both end with the same status."""
+    """Only a run that was refused before its first step is discarded, although both end with the same status."""
     loss = ["train.loss._target_=custom.error_after", f"+train.loss.calls={calls}"]
     never = ["checkpoint.every_steps=100", "eval.every_steps=0", "train.steps=9"]
     outcome = random_configs.fork_run([*TINY, *loss, *never], tmp_path)

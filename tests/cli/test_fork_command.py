@@ -1,4 +1,4 @@
-"""`runner fork`: what it starts, what is refused in one line, and that then nothing is left."""
+"""`runner fork`: what it starts, and one-line refusals that leave no files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORDS = ["experiment=smoke", "data=mixture", "sampler=elastic", "logger=none", f
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory, shared_conf: Path) -> Path:
-    """A trunk of which steps 1 to 3 were saved; its launcher is the fake one."""
+    """Make a trunk with saved steps 1 to 3 and the fake launcher."""
     path = tmp_path_factory.mktemp("o") / "trunk"
     train(path / "checkpoints", 3, keep_last=3)
     job = compose([*WORDS, "checkpoint.every_steps=1", "launcher=fake", f"run.dir={path}"], [shared_conf])
@@ -38,7 +38,7 @@ def template(tmp_path_factory: pytest.TempPathFactory, shared_conf: Path) -> Pat
 
 @pytest.fixture
 def trunk(template: Path, run: Command) -> Path:
-    """In the current directory of the command."""
+    """Copy the trunk into the current directory of the command."""
     made = Path(shutil.copytree(template, Path("o/trunk").absolute()))
     config = made / "config.yaml"
     config.write_text(config.read_text().replace(str(template), str(made)))
@@ -50,7 +50,7 @@ def branches(trunk: Path) -> list[Path]:
 
 
 def test_a_branch_has_the_checkpoint_before_it_is_launched(trunk: Path, command: Command) -> None:
-    """And the records up to it: whatever becomes of the trunk then."""
+    """It also has the records up to it, whatever becomes of the trunk then."""
     before = hashes(trunk)
     assert command("fork", "o/trunk", "--step", "2", "seed=1") == 0
     (branch,) = branches(trunk)
@@ -96,7 +96,7 @@ def test_command_refused_by_the_disk_leaves_no_directory(
     capsys: pytest.CaptureFixture[str],
     which: int | str,
 ) -> None:
-    """In the lease of one of several runs, or in what is written under it."""
+    """Refuse the lease of one of several runs, or a write while it is held."""
     create, write, leases = files.create, files.write_atomic, []
 
     def full(path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_launcher_that_refuses_leaves_no_checkpoint(
 def test_a_refused_run_that_somebody_else_uses_stays(
     trunk: Path, command: Command, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """Another command submits it, trains it or has trained it; or its directory was there before, with files in it."""
+    """Another command submits, trains or has trained it; or its directory existed before, with files in it."""
     branch = Path("o/b").absolute()
     if what == "files":
         branch.mkdir()
@@ -173,7 +173,7 @@ def test_a_trunk_that_is_a_job_can_be_waited_for_by_another_job(
 
 
 def test_branch_just_trained_elsewhere_keeps_its_records(trunk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A listing of a network file system may be some seconds old, until this machine changes something there."""
+    """A listing of a network file system may be seconds old, until this machine changes the directory."""
     branch, anew, really = RunDir(Path("o/branch").absolute()), set[Path](), files.list_dir
     train(branch.checkpoints, 3, keep_last=1)
     branch.metrics.write_text((trunk / "metrics.jsonl").read_text())
@@ -204,7 +204,7 @@ def test_unreadable_records_of_a_branch_are_not_replaced(trunk: Path, monkeypatc
 
 
 def test_where_a_branch_was_moved_from_nothing_is_made(trunk: Path) -> None:
-    """By a process that was suspended between its last look and the call."""
+    """Suspend the process between its last look and the call."""
     branch = Path("o/branch").absolute()
     branch.mkdir()
     with pytest.raises(FileNotFoundError):

@@ -44,13 +44,13 @@ SOME_CHANGES = pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytes
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the first test leaves a copy of its run, since composing takes longest."""
+    """Return where the first test leaves a copy of its run, because composing is slow."""
     return tmp_path_factory.mktemp("template")
 
 
 @pytest.fixture
 def made(run: Command, template: Path) -> Path:
-    """A run of 10 steps that was started here, with checkpoints of the steps 1 to 3."""
+    """Make a run of 10 steps that was started here, with checkpoints of steps 1 to 3."""
     for ready in template.iterdir():
         return Path(shutil.copytree(ready, Path("outputs").absolute() / ready.name))
     assert run("train.steps=10", launcher="here") == 0
@@ -62,12 +62,12 @@ def made(run: Command, template: Path) -> Path:
 
 
 def contents(path: Path) -> Tree:
-    """A run without its leases, which are of processes."""
+    """Return the contents of a run without its leases, which belong to processes."""
     return {name: data for name, data in tree_of(path).items() if name.partition("/")[0] not in LEASES}
 
 
 def error(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one error line that was printed."""
+    """Return the one error line that was printed."""
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     return line.removeprefix("error: ")
@@ -79,7 +79,7 @@ def error(capsys: pytest.CaptureFixture[str]) -> str:
 class TestMove:
     @pytest.mark.slow
     def test_a_renamed_run_is_found_by_its_command(self, made: Path, command: Command, run: Command) -> None:
-        """By the hash, which stays."""
+        """The hash in the name stays."""
         before = contents(made)
         digest = made.name.rpartition("-")[2]
         assert command("mv", str(made), "outputs/a good one") == 0
@@ -105,7 +105,7 @@ class TestMove:
     def test_run_its_command_does_not_find_resumes_by_path(
         self, made: Path, command: Command, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Without a hash in its name: `run.dir` named it."""
+        """Its name has no hash: `run.dir` named it."""
         made = made.rename(made.with_name("plain"))
         for target in ("outputs/other", "store/other"):
             assert command("mv", str(made), target) == 0
@@ -173,7 +173,7 @@ class TestMove:
 
     @SOME_CHANGES
     def test_killed_before_a_change(self, made: Path, tmp_path: Path, quick: None, stride: int) -> None:
-        """The whole run is at one of the two places; if at the first, the same command moves it."""
+        """The run is complete at one of the two places. If it is at the first, a rerun moves it."""
         from runner.cli.runs.mv import main
 
         before = contents(made)
@@ -189,7 +189,7 @@ class TestMove:
 
 
 def refusing(*calls: str, code: int, of: Path) -> faults.Break:
-    """These calls fail with this errno for this path."""
+    """Let these calls fail with this errno for this path."""
 
     def act(_: int, name: str, call: Callable[[], object], args: tuple[object, ...]) -> object:
         if name in calls and str(args[0]) == str(of):
@@ -201,7 +201,7 @@ def refusing(*calls: str, code: int, of: Path) -> faults.Break:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands whose changes to the file system are the same every time; no waiting for a disk or a heartbeat."""
+    """Make each change to the file system repeatable, without waits for a disk or a heartbeat."""
     monkeypatch.setattr(custody, "TIMEOUT_S", 0.1)
     monkeypatch.setattr(lease, "MAX_INTERVAL_S", 0.02)
     monkeypatch.setattr(faults, "CALLS", (*faults.CALLS, "link"))
@@ -221,7 +221,7 @@ class Unbuffered(io.FileIO):
 
 
 def refused(code: int) -> Callable[..., object]:
-    """A call that fails with this errno."""
+    """Return a call that fails with this errno."""
 
     def call(*arguments: object) -> object:
         raise OSError(code, os.strerror(code))
@@ -230,14 +230,14 @@ def refused(code: int) -> Callable[..., object]:
 
 
 def scene(made: Path, folder: Path, number: object) -> tuple[Path, Path]:
-    """A copy of the run in a directory of its own, and a target beside it."""
+    """Copy the run into a directory of its own, next to a target."""
     parent = folder / f"scene{number}"
     shutil.copytree(made, parent / "a-11111111")
     return parent / "a-11111111", parent / "b-11111111"
 
 
 def changes(made: Path, folder: Path, command: Callable[[Path, Path], int]) -> int:
-    """How many changes to the file system a command makes, given a run and a target."""
+    """Return the number of changes to the file system that a command makes, given a run and a target."""
     source, target = scene(made, folder, "-count")
     with intercepted() as trace:
         assert command(source, target) == 0
@@ -298,7 +298,7 @@ class TestRemove:
     def test_if_one_cannot_be_removed_none_is(
         self, made: Path, command: Command, run: Command, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Every fault is listed, before anything is removed and before anybody is asked."""
+        """Every problem is listed before anything is removed and before any question is asked."""
         assert run("train.steps=10", "seed=2", launcher="here") == 0
         capsys.readouterr()
         pinned, other = sorted(run_dirs(), key=lambda path: path != made)
@@ -361,7 +361,7 @@ class TestRemove:
     def test_a_run_with_a_job_that_nobody_may_have_recorded_stays(
         self, made: Path, command: Command, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Its command was killed after sbatch had accepted the job, say."""
+        """For example, its command was killed after sbatch had accepted the job."""
         RunDir(made).submitting("0" * 32).write_text(json.dumps({"task": None, "user": "0", "written": 1.0}))
         for word, *rest in (("rm", "--yes"), ("mv", "elsewhere"), ("archive", "x.tar")):
             assert command(word, str(made), *rest) == ExitStatus.LOCKED
@@ -372,7 +372,7 @@ class TestRemove:
         assert command("rm", str(made), "--yes") == 0
 
     def test_run_with_an_ended_unrecorded_job_can_be_removed(self, made: Path, command: Command) -> None:
-        """Its command would find a finished run, and look no further. A file of somebody's own is in no way either."""
+        """Its command would find a finished run and look no further. A file of the user's is no obstacle."""
         run = RunDir(made)
         run.submitting("0" * 32).write_text(json.dumps({"task": None, "user": "0", "written": 1.0}))
         known = {"job_id": "8", "launcher": "launch.local.LocalLauncher", "submission": "0" * 32}
@@ -383,7 +383,7 @@ class TestRemove:
 
     @SOME_CHANGES
     def test_killed_before_a_change(self, made: Path, tmp_path: Path, quick: None, stride: int) -> None:
-        """The whole run or, under its name, nothing; the same command then leaves nothing at all."""
+        """The name leads to the complete run or to nothing; a rerun then leaves no files."""
         from runner.cli.runs.rm import main
 
         before, states = contents(made), set()
@@ -400,7 +400,7 @@ class TestRemove:
     def test_leftover_is_deleted_only_after_its_name_is_durable(
         self, made: Path, command: Command, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """It was killed after it had renamed the run: a power loss would undo that, but not the deletions."""
+        """The command was killed after it renamed the run: a power loss would undo that, but not deletions."""
         done: list[str] = []
         sync, remove = files.fsync_dir, files.remove_tree
 
@@ -434,7 +434,7 @@ class TestRemove:
 
 
 def unpacked(file: Path, folder: Path) -> Path:
-    """The run in an archive, unpacked with `tar` as a user would."""
+    """Unpack the run from an archive with `tar`, as a user would."""
     folder.mkdir(exist_ok=True)
     subprocess.run(["tar", "-xf", file, "-C", folder], check=True)
     (path,) = folder.iterdir()
@@ -444,7 +444,7 @@ def unpacked(file: Path, folder: Path) -> Path:
 class TestArchive:
     @pytest.mark.parametrize("suffix", [".tar", ".tar.gz", ".tar.xz"])
     def test_what_is_unpacked_is_the_run(self, made: Path, command: Command, tmp_path: Path, suffix: str) -> None:
-        """With empty directories, links, strange names, modes and pins; without leases."""
+        """Compare empty directories, links, strange names, modes and pins, but no leases."""
         (made / "tensorboard").mkdir()
         (made / "wandb").mkdir()
         (made / "wandb" / "run\n1 ü").write_text("log")
@@ -485,7 +485,7 @@ class TestArchive:
     def test_a_file_that_has_its_name_is_not_looked_at_again(
         self, made: Path, command: Command, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """An error of that look would say that the command failed."""
+        """An error in that look would report a failed command."""
         stat = files.stat
 
         def look(path: Any, **options: Any) -> Any:
@@ -532,7 +532,7 @@ class TestArchive:
     def test_a_file_that_cannot_be_made(
         self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], file: str, words: str
     ) -> None:
-        """Inside of the run it would be removed with that."""
+        """A file inside the run would be removed with it."""
         Path("there.tar").write_text("precious")
         assert command("archive", str(made), file.format(run=made.name)) in (1, 2)
         assert words in error(capsys)
@@ -540,7 +540,7 @@ class TestArchive:
         assert Path("there.tar").read_text() == "precious"
 
     def test_a_full_disk_at_any_write(self, made: Path, tmp_path: Path, quick: None) -> None:
-        """Nothing is left, and the run is as it was."""
+        """No file is left, and the run is unchanged."""
         from runner.errors import UserError
 
         before = contents(made)
@@ -560,7 +560,7 @@ class TestArchive:
 
     @pytest.mark.slow
     def test_killed_before_each_change(self, made: Path, tmp_path: Path, quick: None) -> None:
-        """The archive is whole or absent, and the run as it was; if absent, the same command makes it."""
+        """The archive is atomic and the run unchanged; if there is no archive, a rerun makes it."""
         before = contents(made)
         source, _ = scene(made, tmp_path, "-count")
         with intercepted() as trace:
@@ -678,7 +678,7 @@ def test_a_read_only_disk_is_one_line_with_the_path(
     monkeypatch: pytest.MonkeyPatch,
     words: list[str],
 ) -> None:
-    """And with a remedy that this command can follow: another run.dir would be another run."""
+    """The remedy is one that this command can follow: another run.dir would be another run."""
     really = files.open_fd
 
     def open_fd(path: Any, flags: int, *mode: int) -> int:
@@ -723,7 +723,7 @@ def test_who_was_superseded_meanwhile_changes_nothing(
 
 
 def suspended_before_renaming(made: Path, directory: str, patch: pytest.MonkeyPatch, *, then_killed: bool) -> None:
-    """Suspend whoever renames the run after the last look at its leases: others take it over and train it."""
+    """Suspend a rename after the last look at the leases: other processes take the run over and train it."""
     real = files.rename
 
     def rename(source: Path, target: Path) -> None:
@@ -784,7 +784,7 @@ def test_an_archive_gets_no_name_once_the_run_was_taken_over(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The machine was suspended after all other looks: whoever took the run over has changed what was packed."""
+    """The machine was suspended after all other looks: the new holder has changed the packed files."""
     real = archive_command._pack
 
     def pack(*arguments: Any) -> Any:
@@ -832,7 +832,7 @@ def test_run_moved_during_a_start_is_not_begun_anew(
 def test_suspended_command_makes_nothing_where_a_run_was_moved(
     made: Path, run: Command, command: Command, monkeypatch: pytest.MonkeyPatch, sweep: bool
 ) -> None:
-    """The command was suspended longer than others wait for its heartbeat, just before it writes the config."""
+    """Suspend the command longer than others wait for its heartbeat, just before it writes the config."""
     real = provenance.describe_code
 
     def moved() -> dict[str, object]:
@@ -850,7 +850,7 @@ def test_suspended_command_makes_nothing_where_a_run_was_moved(
 def test_run_moved_before_resume_looks_is_not_begun_anew(
     made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its config is known by then; with it, a run would begin at step 0 in the place of the one that was meant."""
+    """Its config is known by then. With it, a new run would begin at step 0 in the old place."""
     before, real, elsewhere = contents(made), plan.plan_runs, made.with_name("elsewhere-00000000")
 
     def plan_runs(*arguments: object, **options: object) -> object:
@@ -918,7 +918,7 @@ def test_killed_run_continues_from_an_archive_under_a_new_name(tmp_path: Path, m
 def test_what_a_file_system_refuses_at_a_first_look_is_one_line(
     made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And no traceback."""
+    """Print no traceback."""
 
     def broken(path: object, **_: object) -> object:
         raise OSError(errno.EIO, "Input/output error", str(path))

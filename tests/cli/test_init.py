@@ -1,4 +1,4 @@
-"""A project in one command: it trains, resumes and passes its test as it is."""
+"""A project from one command: without changes it trains, resumes and passes its test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_a_new_project_passes_its_own_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With commands that name no config directory, also to resume a run."""
+    """Run commands without a config directory, also to resume a run."""
     monkeypatch.chdir(tmp_path)
     assert command(["init", "My-Spirals"]) == 0
     project = tmp_path / "My-Spirals"

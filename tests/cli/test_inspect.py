@@ -1,4 +1,4 @@
-"""`runner inspect` reports what the samplers do: its answers are compared with the samplers themselves."""
+"""`runner inspect` reports what the samplers do: compare its answers with the samplers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def elastic(**changes: Any) -> ElasticSampler:
 
 
 def record(**changes: Any) -> OrderRecord:
-    """4 ranks x batch 2, and from step 20 on 2 ranks x batch 3 x accumulation 2."""
+    """Make a record of 4 ranks x batch 2, then from step 20 on 2 ranks x batch 3 x accumulation 2."""
     return OrderRecord.of_elastic(
         elastic(**changes).state_dict(),
         SIZES,
@@ -162,7 +162,7 @@ def test_a_difference_far_ahead_is_found_at_once() -> None:
 
 @pytest.mark.parametrize("before", [[], ["positions:600-603"]])
 def test_a_call_changes_nothing_before_what_it_excludes(before: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two runs of which one has excluded something that is far ahead need not be compared up to there."""
+    """Two runs need not be compared up to an exclusion of one that is far ahead."""
     monkeypatch.setattr(order_queries, "_SCAN", 8)
     monkeypatch.setattr(order_queries, "_SCAN_LIMIT", 16)
     called = elastic(exclude=before)
@@ -174,7 +174,7 @@ def test_a_call_changes_nothing_before_what_it_excludes(before: list[str], monke
 
 @pytest.mark.parametrize("kind", ["distributed", "mixture"])
 def test_seeded_steps_and_samples_agree_with_the_samplers(kind: str) -> None:
-    """Iterated step by step: epochs follow one another, and a change of weights begins a new one."""
+    """Iterate step by step: epochs follow one another, and a change of weights begins a new epoch."""
     made = seeded(kind)
     common: dict[str, Any] = {"num_replicas": 2, "seed": 3}
     if kind == "distributed":
@@ -435,7 +435,7 @@ QUESTIONS = [("--step", "3"), ("--sample", "code:7"), ("--plan",), ("--resume-pl
 
 
 def test_it_needs_neither_torch_nor_hydra(tmp_path: Path) -> None:
-    """Whatever the question; but the epochs of seeded samplers are drawn by torch."""
+    """Only questions about epochs of seeded samplers need torch, which draws them."""
     elastic = in_run(tmp_path / "elastic", record())
     asked = [[elastic, *question] for question in QUESTIONS]
     for kind in ("distributed", "mixture"):

@@ -1,4 +1,4 @@
-"""`runner inspect` finds documents in the rows that hold them: its answers are compared with the steps' samples."""
+"""`runner inspect` finds documents in the rows that hold them: compare its answers with the steps' samples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(root: Path, kind: str) -> tuple[str, Plan]:
-    """A run of 40 steps, 20 of them done, on rows of documents and on samples that are none."""
+    """Make a run of 40 steps, 20 of them done, on rows of documents and on other samples."""
     source = Rows(str(root / "plan"), SIZES["web"], 16)
     others: dict[str, Any] = {
         "steps": STEPS,

@@ -1,4 +1,4 @@
-"""Tags, notes and values of the user's own: shown and filtered by, and no part of what identifies a run."""
+"""A user's tags, notes and values: shown, used as filters, and no part of a run's identity."""
 
 from __future__ import annotations
 

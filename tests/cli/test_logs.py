@@ -1,4 +1,4 @@
-"""`runner logs` shows what the last attempt has printed, wherever that is, and follows it to the end of the run."""
+"""`runner logs` shows the output of the last attempt, wherever it is, and follows it to the end of the run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_it_begins_with_the_last_attempt(run: RunDir, capsys: pytest.CaptureFixt
 
 
 def test_the_file_that_a_rank_wrote_to_last_is_shown(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of one of several jobs, of a task of an array by its link, of a sweep on this machine."""
+    """Cover several jobs, a task of an array by its link, and a sweep on this machine."""
     elsewhere = run.path.parent / ".slurm-0"
     elsewhere.mkdir()
     (elsewhere / "13_2_0_log.out").write_text("array, rank 0\n")

@@ -1,4 +1,4 @@
-"""Whatever a run directory contains, each command says so in one line, and shows the other runs as ever."""
+"""Every command reports malformed content of a run directory in one line, and shows the other runs as before."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from runner.system.processes import this_process
 from runner.system.signals import STOP
 
 SIZES = {"prose": 60, "code": 200}
-PATIENCE_S = 400  # a busy machine may take long; what waits for ever is found all the same
+PATIENCE_S = 400  # a busy machine may be slow; an endless wait is found all the same
 RECORDS: dict[str, dict[str, object]] = {
     "status.json": {
         "state": "finished",
@@ -70,7 +70,7 @@ ENTRIES = [
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of three steps."""
+    """Make a finished run of three steps."""
     run = RunDir(tmp_path_factory.mktemp("template") / "run")
     run.path.mkdir()
     for name, record in RECORDS.items():
@@ -108,7 +108,7 @@ def content(data: bytes) -> Callable[[Path], None]:
 
 
 def every_value(value: object) -> Callable[[Path], None]:
-    """A record whose values are all replaced."""
+    """Return a function that replaces all values of a record."""
 
     def damage(path: Path) -> None:
         record: dict[str, Any] = {}
@@ -185,7 +185,7 @@ if os.geteuid() == 0:
 
 @contextmanager
 def within(seconds: int) -> Iterator[None]:
-    """A command that hangs fails, and is named by the test."""
+    """Fail and name a command that hangs."""
 
     def give_up(signum: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"no end within {seconds} s")
@@ -200,7 +200,7 @@ def within(seconds: int) -> Iterator[None]:
 
 
 def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """(exit status, standard output, standard error) of a command: text, in time, without a traceback."""
+    """Return exit status, output and errors of a command, which are text, in time, without a traceback."""
     with within(PATIENCE_S):
         status = command_line(arguments)
     out, err = capsys.readouterr()
@@ -213,7 +213,7 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
 
 
 def check_all_commands(root: Path, capsys: pytest.CaptureFixture[str], entry: str = "") -> None:
-    """The run `odd` is damaged in `entry`, the run `fine` is not. Asked are the commands that read the entry."""
+    """Run the commands that read `entry`, which is damaged in the run `odd` and not in `fine`."""
     odd, fine = str(root / "odd"), str(root / "fine")
     status, out, _ = asked(capsys, "status", str(root), "--json")
     shown = json.loads(out, parse_constant=pytest.fail)
@@ -294,7 +294,7 @@ def test_no_entry_of_a_run_may_lead_elsewhere(
 
 
 def test_a_run_directory_that_is_a_link_is_a_run(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever names it has made the link."""
+    """The user who names it has made the link."""
     (root / "link").symlink_to("fine")
     for arguments in (["report", "--json"], ["inspect", "--plan"], ["checkpoints"]):
         assert asked(capsys, arguments[0], str(root / "link"), *arguments[1:])[0] == 0
@@ -310,7 +310,7 @@ json_values = st.recursive(
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths of a value and of everything in it."""
+    """Return the paths of a value and of everything in it."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path, *(found for key, part in inner for found in leaves(part, (*path, key)))]
 

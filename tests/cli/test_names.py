@@ -1,4 +1,4 @@
-"""Names of run directories show what differs in a sweep; the hash alone finds a run; and each line says why."""
+"""Names of run directories show the differences of a sweep, the hash alone finds a run, and each line explains why."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def composer() -> Composer:
 
 
 def names(composer: Composer, *words: str) -> list[str]:
-    """The names of the runs of a sweep, without their hashes."""
+    """Return the names of the runs of a sweep, without their hashes."""
     return [job.run_dir.name.rpartition("-")[0] for job in composer.jobs(["experiment=smoke", *words])]
 
 
@@ -68,7 +68,7 @@ def test_two_spellings_of_a_value_are_one_run(composer: Composer) -> None:
 
 @pytest.mark.slow
 def test_single_run_is_the_one_of_the_sweep(run: Command, command: Command, conf: Path) -> None:
-    """Named by the sweep, renamed, with `outputs` moved: it is found by its hash; another run is not taken for it."""
+    """Name it by the sweep, rename it, move `outputs`: its hash finds it, and no other run is mistaken for it."""
     assert run("-m", "seed=1,2", "optimizer.lr=1e-3") == 0
     first, second = run_dirs()
     assert "lr0.001" in first.name
@@ -86,7 +86,7 @@ def test_single_run_is_the_one_of_the_sweep(run: Command, command: Command, conf
 
 
 def test_what_only_ends_like_the_run_is_not_taken_for_it(composer: Composer, tmp_path: Path) -> None:
-    """A file, a directory without a config, and what is being removed."""
+    """Try a file, a directory without a config, and a directory that is being removed."""
     words = ["experiment=smoke", f"run.root={tmp_path}"]
     digest = composer.compose(words).run_dir.name.rpartition("-")[2]
     (tmp_path / f"a-{digest}").write_text("")
@@ -101,14 +101,14 @@ def test_what_only_ends_like_the_run_is_not_taken_for_it(composer: Composer, tmp
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Composed:
-    """A run of 10 steps."""
+    """Make a run of 10 steps."""
     folder = tmp_path_factory.mktemp("outputs")
     return compose(["train.steps=10", f"run.dir={folder / 'a'}", "logger=none"])
 
 
 @pytest.fixture
 def planned(job: Composed) -> RunDir:
-    """Its directory, as its first command made it."""
+    """Return its directory, as its first command made it."""
     shutil.rmtree(job.run_dir, ignore_errors=True)
     run = RunDir(job.run_dir)
     run.path.mkdir(mode=0o755)
@@ -118,7 +118,7 @@ def planned(job: Composed) -> RunDir:
 
 
 def ended(run: RunDir, cause: str, step: int, saved: int = 0, reason: str = "", state: str = "requeued") -> None:
-    """The records of an attempt that ended at `step`."""
+    """Write the records of an attempt that ended at `step`."""
     line = {"attempt": 1, "cause": cause, "start_step": 0, "end_step": step, "checkpoint_step": saved}
     run.attempts.write_text(json.dumps(line) + "\n")
     run.status.write_text(json.dumps({"attempt": 1, "state": state, "cause": cause, "reason": reason or None}))
@@ -167,7 +167,7 @@ def test_a_killed_attempt_that_recorded_no_end_counts(job: Composed, planned: Ru
 
 
 def test_a_first_attempt_that_was_killed_counts(job: Composed, planned: RunDir) -> None:
-    """Nothing has recorded its end, and it was started nevertheless."""
+    """No record has its end, but it was started."""
     planned.job.write_text('{"job_id": "1"}')
     planned.status.write_text(json.dumps({"attempt": 1, "state": "running", "step": 6}))
     records(planned, 6, 4)
@@ -187,7 +187,7 @@ def test_why_a_run_is_left_alone(job: Composed, planned: RunDir) -> None:
 
 @pytest.mark.parametrize("state", ["failed", "crash loop"])
 def test_why_a_failed_run_is_not_started(job: Composed, planned: RunDir, state: str) -> None:
-    """And what the reason was when it is."""
+    """When it is started, the reason is shown."""
     ended(planned, "failed", 7, 4, "the loss is nan", state)
     assert why(job) == ("failed", f"{state} (the loss is nan); launcher.retry_failed=true restarts it")
     assert why(job, retry_failed=True)[1].startswith(
@@ -217,7 +217,7 @@ def test_a_longer_run_continues_a_finished_one(job: Composed, planned: RunDir) -
 
 
 def digest(folder: Path) -> str:
-    """Of everything in a folder: names, contents, times."""
+    """Return a digest of everything in a folder: names, contents, times."""
     sha = hashlib.sha256()
     for name, data in sorted(tree_of(folder).items()):
         sha.update(f"{name} {(folder / name).lstat().st_mtime_ns}".encode() + (data or b""))
@@ -231,7 +231,7 @@ def digest(folder: Path) -> str:
 def test_a_dry_run_prints_what_would_be_done_and_changes_no_byte(
     run: Command, capsys: pytest.CaptureFixture[str], words: list[str], launcher: str
 ) -> None:
-    """In a new directory, and where runs are new, unfinished and finished."""
+    """Use a new directory, and directories with new, unfinished and finished runs."""
     before = digest(Path.cwd())
     assert run(*words, "-n", "train.steps=10", launcher=launcher) == 0
     assert "new: there is no run with these settings yet" in capsys.readouterr().out

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow  # every test composes configs several times
 
 @pytest.fixture
 def started(run: Command) -> Path:
-    """A run of 10 steps that was started here."""
+    """Make a run of 10 steps that was started here."""
     assert run("train.steps=10", launcher="here") == 0
     FakeLauncher.launched.clear()
     (path,) = run_dirs()
@@ -34,7 +34,7 @@ def started(run: Command) -> Path:
 
 @pytest.fixture
 def sweep(run: Command) -> list[Path]:
-    """Three runs that were submitted."""
+    """Make three runs that were submitted."""
     assert run("-m", "seed=1,2,3", "train.steps=10") == 0
     FakeLauncher.launched.clear()
     return run_dirs()
@@ -198,7 +198,7 @@ def test_other_ranks_wait_until_rank_0_has_changed_the_config(
 def test_the_other_ranks_end_when_torchrun_stops_them(
     started: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 has refused something: otherwise they would wait for its config until torchrun kills them."""
+    """Rank 0 has refused to start: otherwise they would wait for its config until torchrun kills them."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(clock, "sleep", lambda seconds: monkeypatch.setattr(STOP, "signum", signal.SIGTERM))
@@ -215,7 +215,7 @@ class Resumed(Run):
 
 @pytest.mark.slow
 def test_a_killed_run_is_resumed_bit_for_bit(tmp_path: Path) -> None:
-    """From its directory alone, and from a run of more steps; the config file that it came from has changed since."""
+    """Use only its directory, and a run of more steps; the original config file has changed since."""
     (tmp_path / "conf/experiment").mkdir(parents=True)
     mine = tmp_path / "conf/experiment/mine.yaml"
     mine.write_text((ROOT / "conf/experiment/smoke.yaml").read_text())
@@ -252,7 +252,7 @@ def test_torchrun_resumes_a_run_with_more_ranks(tmp_path: Path) -> None:
 def test_hand_edited_config_is_refused_with_the_command_to_use(
     started: Path, run: Command, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever resumes it: only part of the edit would take effect, since a checkpoint has the optimizer's options."""
+    """Only part of the edit would act, since a checkpoint has the optimizer's options."""
     config = RunDir(started).config
     config.write_text(config.read_text().replace("lr: 0.001\n", "lr: 0.5\n"))
     assert command("resume", str(started), "train.steps=20") == ExitStatus.USAGE

@@ -85,7 +85,7 @@ def test_a_model_that_needs_memory_is_created_with_it(tmp_path: Path, capsys: py
 def test_a_dry_run_shows_the_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of a sweep once; one that needs memory is not created."""
+    """Show each model of a sweep once. A model that needs memory is not created."""
     monkeypatch.chdir(tmp_path)
     assert start([*here.SHORT, "-m", "-n", "model.layers=1,2", "seed=1,2"]) == 0
     lines = capsys.readouterr().out.splitlines()

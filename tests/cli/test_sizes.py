@@ -1,4 +1,4 @@
-"""What the doctor tells about the sizes of a run whose number of ranks may vary."""
+"""The doctor's report on the sizes of a run whose number of ranks may vary."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COUNTS = RankCounts(range(2, 9, 2), "launcher.nodes=1-4", per_node=2)
 
 
 def test_the_busiest_rank_sets_the_pace() -> None:
-    """8 micro-batches on 6 ranks: some have two, so the step is as long as on 4."""
+    """With 8 micro-batches on 6 ranks, some have two, so the step is as long as on 4."""
     rows = sizes.sizes(compose(ELASTIC).config, COUNTS, None)
     assert [(row.nodes, row.ranks, row.micro_batches, row.time) for row in rows] == [
         (1, 2, 4, 0.5),

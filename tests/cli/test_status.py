@@ -57,7 +57,7 @@ def states(root: Path) -> dict[str, str]:
 
 
 def command(*arguments: str) -> str:
-    """What the command prints."""
+    """Return the output of the command."""
     done = subprocess.run(
         [sys.executable, "-m", "runner", "status", *arguments],
         capture_output=True,
@@ -70,7 +70,7 @@ def command(*arguments: str) -> str:
 
 
 class FakeTime:
-    """Stands in for the clock; each sleep passes at once, after `during` was called."""
+    """A fake clock. Each sleep passes at once, after a call of `during`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, during: Callable[[], object] = lambda: None) -> None:
         self.now = 1000.0
@@ -84,7 +84,7 @@ class FakeTime:
 
 
 def hold_elsewhere(run: RunDir, **holder: object) -> Path:
-    """A lease held on another machine; the file of its heartbeat."""
+    """Hold a lease as another machine does. Return its heartbeat file."""
     run.lease.mkdir()
     described = {**this_process(), "host": "elsewhere", "interval_s": MAX_INTERVAL_S, **holder}
     (run.lease / "00000001.json").write_text(json.dumps(described))
@@ -144,7 +144,7 @@ def test_a_job_that_left_the_queue_before_its_attempt_began(slurm: FakeSlurm, tm
 
 
 def test_slurm_supplies_the_end_that_a_job_did_not_record(slurm: FakeSlurm, tmp_path: Path) -> None:
-    """Python gone or the disk full at the restart, killed while suspended, cancelled before its first record."""
+    """Python died, the disk was full at the restart, or the job was killed while suspended or cancelled early."""
     cases = {
         "restarted and failed": ("requeued", "1", "1", "FAILED", "failed"),
         "waited and was cancelled": ("requeued", "2", "2", "CANCELLED", "cancelled"),
@@ -185,7 +185,7 @@ def test_silent_scheduler_is_reported_and_no_state_guessed(slurm: FakeSlurm, tmp
 
 
 class QueueLauncher:
-    """A launcher of a package beside this one."""
+    """A launcher of a package that is not installed."""
 
     asked: ClassVar[list[Path]] = []
 
@@ -196,7 +196,7 @@ class QueueLauncher:
 
 @pytest.mark.parametrize("name", ["os.abort", "test_status.QueueLauncher", "", "\x1b[2J", ["os.abort"], None])
 def test_a_launcher_that_is_not_registered_is_not_imported(slurm: FakeSlurm, tmp_path: Path, name: object) -> None:
-    """job.json of a shared directory may name anything; the run's own records still show its state."""
+    """job.json of a shared directory may name anything. The run's records still show its state."""
     QueueLauncher.asked.clear()
     make(tmp_path, "job", {"state": "running"}, "12")
     slurm.prints("squeue", row("12", "RUNNING"))
@@ -237,7 +237,7 @@ def test_a_run_whose_process_is_dead_is_killed(tmp_path: Path) -> None:
 def test_run_elsewhere_lives_by_its_heartbeat_not_by_clocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skew_s: float
 ) -> None:
-    """Neither the times of files nor wall time are compared with anything."""
+    """Neither file times nor wall time are compared."""
     alive, dead = (make(tmp_path, name, {"state": "running", "updated": skew_s}) for name in ("alive", "dead"))
     beats = [hold_elsewhere(run) for run in (alive, dead)]
     others_now = time.time() + skew_s
@@ -284,7 +284,7 @@ def test_a_killed_run_is_shown_at_the_last_step_of_its_metrics(tmp_path: Path) -
 
 @pytest.mark.parametrize("state", ["running", "failed", "interrupted"])
 def test_the_step_is_the_newest_of_status_and_metrics(tmp_path: Path, state: str) -> None:
-    """Fast steps refresh the status every two seconds; after them a step may take minutes."""
+    """The status is written every two seconds; a later step may take minutes."""
     run = make(tmp_path, "run", {"state": state, "step": 12, "total": 99, "loss": 4.0})
     with Lease.acquire(run.lease, {}, 5.0):
         run.metrics.write_text("".join(json.dumps({"step": step, "loss": 0.5}) + "\n" for step in range(1, 23)))
@@ -297,7 +297,7 @@ def test_the_step_is_the_newest_of_status_and_metrics(tmp_path: Path, state: str
 
 @pytest.mark.parametrize("skew_s", [-86_400.0, 0.0, 86_400.0])
 def test_a_live_run_without_a_step_for_minutes_is_pointed_out(slurm: FakeSlurm, tmp_path: Path, skew_s: float) -> None:
-    """Only times of the file system are compared, with one another: this machine's clock may be anywhere."""
+    """Only times of the file system are compared, with one another: this machine's clock may be wrong."""
     now = time.time() + skew_s
     jobs = {"trains": 20, "hangs": 12 * 60, "restarted": 12 * 60}
     for index, (name, idle_s) in enumerate(jobs.items()):
@@ -317,7 +317,7 @@ def test_a_live_run_without_a_step_for_minutes_is_pointed_out(slurm: FakeSlurm, 
 
 
 def printed(rows: list[status_table.Row], messages: list[str]) -> list[str]:
-    """The lines of the table."""
+    """Return the lines of the table."""
     console = Console(width=1000)
     with console.capture() as captured:
         console.print(status_table.as_table(rows, messages))
@@ -326,7 +326,7 @@ def printed(rows: list[status_table.Row], messages: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("width", [60, 1000])
 def test_lines_are_what_rich_would_lay_out(width: int) -> None:
-    """Rich itself takes a second for a thousand runs."""
+    """Rich needs a second for a thousand runs."""
     rows = [("a", "running", "1/2"), ("日本語", "crash loop", ""), ("long" * 10, "finished", "20/20")]
     styles = ["green", "bold red", ""]
 
@@ -347,7 +347,7 @@ def test_lines_are_what_rich_would_lay_out(width: int) -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(120, 30), (160, 12), (70, 24)])
 def test_a_window_shows_what_needs_attention_and_why(width: int, height: int) -> None:
-    """Not the first rows: a name with its seed, the whole reason, and how many others there are."""
+    """Show a name with its seed, the whole reason, and the number of other runs, instead of the first rows."""
     name = "smoke-lr0.0003-dropout0.1-width512-temperature0.7-seed{}-9f51ab25"
     rows = [status_table.Row(name.format(seed), "", "finished") for seed in range(300)]
     rows[200] = status_table.Row(name.format(200), "", "failed", reason=" ".join(["word"] * 40) + " end")
@@ -367,7 +367,7 @@ def test_a_window_shows_what_needs_attention_and_why(width: int, height: int) ->
 
 
 def test_runs_are_told_apart_by_the_settings_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not by names of sixty characters. In a narrow window the settings stay, and what is left out is named."""
+    """Avoid names of sixty characters. In a narrow window the settings stay, and omissions are named."""
     for index, (lr, seed) in enumerate(product((0.1, 0.2), (1, 2, 3))):
         settings = {"optimizer.lr": lr, "seed": seed, "model.embedding_width": 100 * lr, "run.notes": f"note {index}"}
         write_run(tmp_path / f"mixture-cosine-width{100 * lr}-{'x' * 40}-seed{seed}-{index:08x}", settings=settings)
@@ -433,7 +433,7 @@ def test_a_window_has_room_for_rows_whatever_notes_there_are() -> None:
 
 
 def test_long_work_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every ten seconds, where it is not a terminal."""
+    """Report it every ten seconds, where the output is not a terminal."""
     now = 0.0
     monkeypatch.setattr(clock, "monotonic", lambda: now)
     for _ in counted(range(2000), "composing jobs"):
@@ -517,7 +517,7 @@ def test_a_run_that_lives_was_not_given_up(slurm: FakeSlurm, tmp_path: Path) -> 
 
 
 def test_failed_attempt_with_a_requeued_job_has_not_failed(slurm: FakeSlurm, tmp_path: Path) -> None:
-    """The job is releasing its node, and has been requeued meanwhile or may yet be."""
+    """The job is releasing its node, and has been requeued or may yet be."""
     for index, name in enumerate(("requeued", "ending", "failed")):
         make(tmp_path, name, {"state": "failed", "job_id": f"12_{index}", "restart_count": 1}, f"12_{index}")
     slurm.prints("squeue", row("12_0", "COMPLETING", restarts=2) + row("12_1", "COMPLETING", restarts=1))
@@ -533,7 +533,7 @@ def test_a_directory_without_a_config_but_with_records_is_shown(tmp_path: Path) 
 
 
 def test_a_directory_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user's, say; root may read everything, so the refusal is made here."""
+    """Another user may own it. root may read everything, so the refusal is faked."""
     make(tmp_path, "fine", {"state": "finished"})
     (tmp_path / "theirs").mkdir()
     scan = os.scandir

@@ -1,4 +1,4 @@
-"""A misspelt argument of anything that a config names by `_target_` is an error before a run directory is created."""
+"""A misspelt argument of any `_target_` in a config is an error before a run directory is created."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ UNDECIDED = [
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules on Python's path that must not be imported."""
+    """Write modules on Python's path that must not be imported."""
     for name, text in SOURCES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -1,4 +1,4 @@
-"""What a config may set, the class that takes it accepts: each number of a config has its bounds in one place."""
+"""Numbers that a config allows are accepted by the class that takes them: the bounds are in one place."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from runner.config.tree import opened
 from runner.errors import UserError
 
 TREE = groups([conf_dir()])
-# What an option needs, or is meant for.
+# What an option needs, or its purpose.
 WITH = {
     "data=shards": ["data.sources.tokens.paths=shards"],
     "data=own": ["+data.sources.mine={_target_:runner.data.text.PythonText,source:code}"],
@@ -146,7 +146,7 @@ def test_frozen_config_needs_no_config_tree_or_environment(
 
 
 def test_an_override_may_replace_what_cannot_be_resolved(tmp_path: Path) -> None:
-    """A config that reads an environment variable, on a machine that has none, in a sweep and alone."""
+    """Compose a config that reads an unset environment variable, in a sweep and alone."""
     (tmp_path / "mine.yaml").write_text(
         "defaults: [config, _self_]\ndata: {cache_dir: '${oc.env:RUNNER_TEST_UNSET}/cache'}\n"
     )
@@ -227,7 +227,7 @@ class TestRecompose:
 
 
 class TestShow:
-    """What Hydra's own flags print."""
+    """The output of Hydra's own flags."""
 
     def test_config_groups_of_further_directories_are_shown(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -309,7 +309,7 @@ def test_relative_paths_resolve_against_the_current_directory(composer: Composer
 
 
 def test_every_key_of_the_schema_has_a_kind_and_a_type() -> None:
-    """For each new option someone must decide whether an existing run may change it."""
+    """Each new option needs a decision whether an existing run may change it."""
     assert {field.name for field in fields(Config)} == set(Composer().compose([]).plain)
     kinds: dict[str, Any] = {
         "train.steps": "edit", "run.threads": "edit", "run.name": "free",

@@ -1,4 +1,4 @@
-"""Config errors: one line each that names the value, what is allowed and the nearest valid name."""
+"""Config errors: one line each with the value, the allowed values and the nearest valid name."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_what_would_never_happen_is_an_error_before_the_start(
 @pytest.mark.parametrize("steps", [1, 2, 5, 9, 10, 20, 99, 100, 300])
 @pytest.mark.slow
 def test_defaults_fit_a_run_of_any_length(composer: Composer, steps: int) -> None:
-    """The evaluations are at the same steps whatever the length, so that a longer run has those of a shorter one."""
+    """Evaluations are at the same steps for any length, so that a longer run has those of a shorter one."""
     for choice in ("data=mixture", "experiment=smoke", "experiment=anneal"):
         config = composer.compose([choice, f"train.steps={steps}"]).config
         assert config.evaluation_interval == (10 if choice == "experiment=smoke" else 100)
@@ -196,7 +196,7 @@ def test_a_truncated_frozen_config_is_one_line(composer: Composer, tmp_path: Pat
 def test_a_refused_read_of_a_frozen_config_is_no_verdict_on_it(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its cause lets a job see that it may pass; nobody is told to remove a config that is whole."""
+    """Its cause shows a job that the error may pass. No message suggests to remove an intact config."""
 
     def refuse(*_: object, **__: object) -> bytes:
         raise OSError(number, os.strerror(number))
@@ -211,7 +211,7 @@ def test_a_refused_read_of_a_frozen_config_is_no_verdict_on_it(
 def test_a_class_that_exists_only_after_import_is_found(
     composer: Composer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names that no statement binds; a module whose source has the name is not imported."""
+    """Include names that no statement binds. A module whose source has the name is not imported."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "created_on_import.py").write_text("globals()['Net'] = dict\n")
     (tmp_path / "seen_in_source.py").write_text("class Net:\n    pass\n\nraise RuntimeError\n")

@@ -1,4 +1,4 @@
-"""How often the config tree is read and merged, however many jobs and errors a command has."""
+"""How often the config tree is read and merged, for any number of jobs and errors in a command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("config_files_read_anew")
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each config file was read."""
+    """Count the reads of each config file."""
     counts, load = Counter[str](), OmegaConf.load
 
     def counted(file: Any) -> Any:
@@ -32,7 +32,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.fixture
 def merges(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A list with an entry for each time that config files were merged."""
+    """Return a list with an entry for each merge of config files."""
     made, merge = list[Any](), ConfigLoaderImpl._compose_config_from_defaults_list
 
     def counted(loader: ConfigLoaderImpl, defaults: Any, repo: Any) -> DictConfig:
@@ -44,7 +44,7 @@ def merges(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def own_tree(where: Path, primary: str = "defaults: [config, _self_]\n") -> Path:
-    """A directory with a primary config, mine.yaml, and an option model=mine."""
+    """Make a directory with a primary config, mine.yaml, and an option model=mine."""
     (where / "model").mkdir(parents=True)
     (where / "mine.yaml").write_text(primary)
     (where / "model" / "mine.yaml").write_text("_target_: builtins.dict\nsize: 1\n")
@@ -68,7 +68,7 @@ def test_file_edited_while_composing_changes_no_job(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_sweep_reads_each_file_once(tmp_path: Path, reads: Counter[str]) -> None:
-    """Also one whose primary config adds a directory."""
+    """Include a sweep whose primary config adds a directory."""
     own = own_tree(tmp_path / "own", f"defaults: [config, _self_]\nhydra: {{searchpath: [{tmp_path}/more]}}\n")
     more = own_tree(tmp_path / "more") / "model" / "other.yaml"
     more.write_text("_target_: builtins.dict\nsize: 3\n")
@@ -95,7 +95,7 @@ def test_a_sweep_reads_each_file_once(tmp_path: Path, reads: Counter[str]) -> No
 def test_files_are_merged_as_often_however_many_errors_there_are(
     merges: list[Any], overrides: list[str], merged: int, lines: int
 ) -> None:
-    """Again only for the run's name, without its settings, or to find the errors among them."""
+    """They are merged again only for the run's name, without its settings, or to find errors among them."""
     found = ""
     try:
         Composer().compose(overrides)
@@ -106,7 +106,7 @@ def test_files_are_merged_as_often_however_many_errors_there_are(
 
 @pytest.mark.slow
 def test_what_a_composition_changes_is_its_own() -> None:
-    """Nothing of one config comes back in the next one, which is what a new composer makes of it."""
+    """No change to one config appears in the next one, which equals the result of a new composer."""
     composer = Composer()
     changed = [
         "train.steps=7",

@@ -1,4 +1,4 @@
-"""Early stopping as a function of its options and of the evaluations that are recorded."""
+"""Early stopping as a function of its options and of the recorded evaluations."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_has_not_the_metric_does_not_count() -> None:
 
 
 def test_the_first_step_ends_no_run() -> None:
-    """There is nothing to save yet; but what follows is compared with it."""
+    """Nothing can be saved yet; but later evaluations are compared with it."""
     start = {"step": 0, "eval_loss": 30.0}
     assert stopped(options(1, above=20), [start]) is None
     assert stopped(options(1), [start, *records(40)]) == "eval_loss has not improved on 30 (step 0) in 1 evaluations"
@@ -101,7 +101,7 @@ def test_options_that_cannot_work_are_one_line(overrides: list[str], words: str)
 
 
 def test_the_order_of_its_keys_is_no_option_of_a_callback() -> None:
-    """Whatever their types."""
+    """The types of the keys do not matter."""
     node = {"_target_": "x", "by": {1: "a", "b": [{2: None, "c": 0.5}]}}
     again = {"by": {"b": [{"c": 0.5, 2: None}], 1: "a"}, "_target_": "x"}
     assert options_of(node) == options_of(again) != options_of({**node, "more": 1})

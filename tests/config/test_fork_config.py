@@ -1,4 +1,4 @@
-"""The config of a branch: what it is called, what identifies it, what it takes from its trunk, and what is trained."""
+"""The config of a branch: name, identity, settings from the trunk, and training plan."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ CHANGES = st.lists(
 def test_a_branch_remembers_what_its_trunk_had(
     trunk: Path, tmp_path_factory: pytest.TempPathFactory, changes: list[str], more: list[str]
 ) -> None:
-    """With the values of the trunk, the config of a branch is that of the trunk in all that can change the result."""
+    """With the trunk's values, a branch's config equals the trunk's in everything that can change the result."""
     old = load_plain(trunk)
     first = branch(trunk, *changes)
     assert [c for c in differences(old, trunk_values(first.plain)) if c.kind != "free"] == []
@@ -107,7 +107,7 @@ def test_added_and_removed_sources_have_shares_only_in_time(trunk: Path) -> None
 
 
 def test_what_no_phase_changes_is_told_apart(trunk: Path) -> None:
-    """`fork.was` of what is trained: optimizers are restarted, and generators reseeded, only for it."""
+    """Use `fork.was` of the training plan: optimizers are restarted, and generators reseeded, only for it."""
     assert trained(branch(trunk, "optimizer.lr=0.5").plain).fork.was == {}
     assert set(trained(branch(trunk, "optimizer.lr=0.5", "seed=3").plain).fork.was) == {"seed"}
     assert set(trained(branch(trunk, "optimizer.lr=0").plain).fork.was) == {"optimizer.lr"}  # no phase has a factor

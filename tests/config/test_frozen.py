@@ -1,4 +1,4 @@
-"""The frozen config: read and written section by section, as OmegaConf reads and writes the whole."""
+"""The frozen config: read and written by section, with the same result as OmegaConf for the whole."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def composed() -> dict[str, Any]:
 
 @given(text=LOOKS_LIKE | st.from_regex(r"[-+.:_0-9eE]{1,8}", fullmatch=True))
 def test_a_value_is_read_as_omegaconf_reads_it(text: str) -> None:
-    """Otherwise a config edited by hand would be taken for another, or for the same."""
+    """Otherwise a config edited by hand would be mistaken for another, or for the same."""
     try:
         expected = repr(plain_values(OmegaConf.create(f"a: {text}\n"), resolve=False))
     except (yaml.YAMLError, OmegaConfBaseException):

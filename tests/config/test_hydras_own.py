@@ -1,4 +1,4 @@
-"""Hydra's own settings in config files: the parameters of a sweep count, and what has no effect here is an error."""
+"""Hydra's own settings in config files: sweep parameters count; settings without effect are errors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ EXPERIMENTS = {
 
 @pytest.fixture(scope="module")
 def conf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A config directory with the `EXPERIMENTS` and a primary config."""
+    """Make a config directory with the `EXPERIMENTS` and a primary config."""
     conf = tmp_path_factory.mktemp("own") / "conf"
     (conf / "experiment").mkdir(parents=True)
     for name, text in EXPERIMENTS.items():
@@ -126,7 +126,7 @@ def test_what_has_hydras_defaults_or_no_replacement_is_no_error(conf: Path) -> N
 
 @pytest.mark.parametrize("name", PLUGINS)
 def test_hydra_plugin_of_an_experiment_is_one_line(conf: Path, name: str) -> None:
-    """Whether it is installed or not."""
+    """It does not matter whether the plugin is installed."""
     of_sweeps = [f"hydra/sweeper={name}", "sweepers are not used", "comma-separated", "range(...)", "choice(...)"]
     of_launchers = [f"hydra/launcher={name}", "launchers are not used", "launcher=slurm"]
     for sweep in (False, True):

@@ -1,4 +1,4 @@
-"""Sources that a command names: each begins with `data.source`, and nothing of that is left in the run."""
+"""Sources named in a command: each begins with `data.source`, which is not part of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example of docs/examples/plugin works as printed, without any change to this repository."""
+"""The example in docs/examples/plugin works as printed, without any change to this repository."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_mistake_in_a_target_node_is_one_line(composer: Composer, overrides: l
 
 @pytest.mark.parametrize("value", ["no", "maybe", 7, None])
 def test_only_booleans_pass_where_a_class_declares_them(composer: Composer, value: Any) -> None:
-    """In an override `no` is a text, which every condition takes for true."""
+    """In an override `no` is a text, which every condition treats as true."""
     parameters = [torch.nn.Parameter(torch.zeros(1))]
     node = {"_target_": "torch.optim.SGD", "momentum": 0.9, "nesterov": value}
     with pytest.raises(UserError, match=f"^optimizer.nesterov={value} must be true or false$"):

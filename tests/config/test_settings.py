@@ -1,4 +1,4 @@
-"""The table of all settings: complete, explained, and what it allows is what the checks allow."""
+"""The table of all settings is complete and explained, and allows the same values as the checks."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def config() -> Config:
 
 
 def with_value(config: Config, key: str, value: float) -> Config:
-    """Set a number; of a dictionary that of one source."""
+    """Set a number, or the number of one source in a dictionary."""
     made = copy.deepcopy(config)
     made.phases, made.eval.sets = {"late": Phase(start_step=5)}, {"a": EvalSetConfig()}
     *names, last = key.split(".")
@@ -101,7 +101,7 @@ def with_value(config: Config, key: str, value: float) -> Config:
 
 @pytest.mark.parametrize("key", sorted(OTHERS))
 def test_what_is_beyond_the_bounds_is_refused(config: Config, key: str) -> None:
-    """And what is just within is not; `test_bounds.py` has the same of the other numbers."""
+    """Numbers just within are allowed. `test_bounds.py` checks the other numbers."""
     bound, whole = OTHERS[key], key.endswith(("steps", "step", "patience", "batches", "batch_size"))
     beyond = [bound.least if bound.above else bound.least - 1]
     beyond += [] if bound.most == math.inf else [bound.most if bound.below else bound.most * 2]

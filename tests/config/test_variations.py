@@ -1,4 +1,4 @@
-"""Jobs of a sweep that differ in single values are what Hydra composes one by one: config, name, directory, errors."""
+"""Sweep jobs that differ in single values equal Hydra's compositions: config, name, directory, errors."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ WRONG = (
 
 
 def chosen(text: str) -> st.SearchStrategy[list[str]]:
-    """The overrides of one key that the jobs have: one, or several values."""
+    """Draw the overrides of one key in the jobs: one, or several values."""
     key, _, alternatives = text.partition("=")
     values = alternatives.split("|")
     made = st.lists(st.sampled_from(values), min_size=1, max_size=3, unique=True)
@@ -97,7 +97,7 @@ SWEEPS = st.tuples(
 
 
 def jobs_of(keys: tuple[list[str], ...]) -> list[list[str]]:
-    """The combinations of the overrides, six at most."""
+    """Return the combinations of the overrides, six at most."""
     jobs: list[list[str]] = [[]]
     for overrides in keys:
         jobs = [[*job, override] for job in jobs for override in overrides]
@@ -113,7 +113,7 @@ def outcome(composer: Composer, job: list[str], where: Path) -> tuple[object, ..
 
 
 def shown(made: Composed) -> tuple[object, ...]:
-    """All that a composition gives; the text tells 1 from 1.0 and true."""
+    """Return all parts of a composition; the text distinguishes 1 from 1.0 and true."""
     return made.text, made.run_dir, made.overrides, made.config, repr(made.plain)
 
 
@@ -121,7 +121,7 @@ def shown(made: Composed) -> tuple[object, ...]:
 @given(keys=SWEEPS)
 @pytest.mark.slow
 def test_varied_is_composed(keys: tuple[list[str], ...]) -> None:
-    """Byte for byte, and the same errors, whatever the overrides."""
+    """Compare byte for byte, errors included, under any overrides."""
     where, together = Path("/nowhere"), Composer().sweeping()
     for job in jobs_of(keys):
         assert outcome(together, job, where) == outcome(Composer(), job, where), job
@@ -146,7 +146,7 @@ def test_sweep_of_values_is_composed_once_per_group_choice(monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_varied_is_composed_over_a_trunk(tmp_path: Path) -> None:
-    """Branches of a run, too."""
+    """Vary branches of a run."""
     trunk = Composer().compose(["train.steps=50"], tmp_path)
     trunk.run_dir.mkdir(parents=True)
     (trunk.run_dir / "config.yaml").write_text(trunk.text)

@@ -1,4 +1,4 @@
-"""Settings that change nothing are named before anything starts, and so are jobs that would give the same results."""
+"""Settings without effect, and jobs with the same results, are named before anything starts."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_the_length_counts_where_something_follows_it(composer: Composer, words:
 
 
 def test_a_path_counts_as_it_was_typed(composer: Composer, tmp_path: Path) -> None:
-    """Whether it exists yet, and where the command is given, does not matter."""
+    """Neither its existence nor the current directory matters."""
 
     def job(text: str, base: Path) -> Composed:
         node = "{_target_: builtins.dict, root: " + text + ", parts: [{folder: " + text + "}]}"

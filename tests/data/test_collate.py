@@ -1,4 +1,4 @@
-"""`data.collate`: a function of the user's makes the batches, in a mixture too, of what its sources return."""
+"""`data.collate`: a user's function makes the batches from the samples of the sources, in a mixture too."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def composed() -> Config:
 
 
 def config_of(node: dict[str, Any]) -> Config:
-    """What a composition with another `data.collate` gives."""
+    """Compose a config with another `data.collate`."""
     return replace(composed(), data=replace(composed().data, collate=node))
 
 
@@ -187,7 +187,7 @@ def test_options_without_a_function_are_one_line() -> None:
 
 
 def test_a_worker_collates_into_ordinary_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch travels as bytes: making shared memory for each tensor first would take longer than all the rest."""
+    """The batch travels as bytes: making shared memory for each tensor first would take most of the time."""
     info = object()
     monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: info)
     samples = [{"x": torch.arange(3) + number} for number in range(2)]

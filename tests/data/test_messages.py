@@ -17,7 +17,7 @@ from runner.errors import UserError
 
 
 def test_each_argument_is_in_a_message_of_exactdata() -> None:
-    """So that a setting is still named when a message is changed."""
+    """A setting is still named after a message is changed."""
     source = "".join(path.read_text() for path in Path(exactdata.elastic.__file__).parent.rglob("*.py"))
     joined = " ".join(line.strip().strip('"').strip() for line in source.replace('f"', '"').splitlines())
     assert [words for words in _WORDS if words not in joined] == []

@@ -1,4 +1,4 @@
-"""`sampler._target_`: any sampler of the user's is dealt out to the ranks, counted, and resumed exactly."""
+"""`sampler._target_`: any user's sampler is dealt out to the ranks, counted, and resumed exactly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZE = sum(SIZES.values())
 
 
 def sampler_of(target: str, num_replicas: int = 1, rank: int = 0, **options: Any) -> Any:
-    """As `sampler._target_` and its options make it."""
+    """Make a sampler from `sampler._target_` and its options."""
     return make_own_sampler(config_of(target, **options), range(SIZE), SIZES, num_replicas, rank)
 
 
@@ -41,7 +41,7 @@ def composed() -> Config:
 
 
 def config_of(target: str, **options: Any) -> Config:
-    """What a composition with another `sampler._target_` gives."""
+    """Compose a config with another `sampler._target_`."""
     sampler = replace(composed().sampler, _target_=target)
     sampler.options = options
     return replace(composed(), sampler=sampler)
@@ -211,7 +211,7 @@ def test_the_global_generators_do_not_move() -> None:
 
 
 class DrawnAtCreation:
-    """Draws its order when it is made, and yields the part of its rank."""
+    """A sampler that draws its order when it is made, and yields the part of its rank."""
 
     def __init__(self, num_replicas: int, rank: int) -> None:
         self.indices = torch.randperm(SIZE).tolist()[rank::num_replicas][: SIZE // num_replicas]
@@ -223,7 +223,7 @@ class DrawnAtCreation:
         return len(self.indices)
 
     def set_epoch(self, epoch: int) -> None:
-        """Every epoch is the same."""
+        """Ignore the epoch, since all epochs are the same."""
 
 
 def test_draws_of_a_samplers_constructor_agree_across_ranks() -> None:

@@ -1,4 +1,4 @@
-"""States: a damaged one gives one clear error or no difference at all, and the place alone decides what it holds."""
+"""States: a damaged one gives one clear error or no difference, and a state depends on the place alone."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ JUNK += ["", "x", "7", "line\nline", b"x", [], [None], [1, 2], {}, {"a": 1}, (),
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every key and index in a nested state, as a path to it."""
+    """Return every key and index in a nested state, as a path to it."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in pairs:
         yield (*path, key)
@@ -89,7 +89,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 @st.composite
 def damaged(draw: Any, state: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A state with one value deleted or replaced, and where."""
+    """Draw a state with one value deleted or replaced. Return it with the path."""
     path = draw(st.sampled_from(list(places(state))))
     result = copy.deepcopy(state)
     parent = result
@@ -103,7 +103,7 @@ def damaged(draw: Any, state: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def refused(thing: Any, state: Any) -> bool:
-    """Whether it was refused with one clear line, and nothing of it was loaded."""
+    """Return whether it was refused with one clear line, and nothing of it was loaded."""
     before = copy.deepcopy(thing.state_dict())
     message = None
     try:
@@ -177,7 +177,7 @@ SHORT = ("epoch", "batches_yielded", "samples_yielded", "batch_size", "sampler")
 @pytest.mark.parametrize("name", ["distributed", "mixture", "elastic", "torch's sampler"])
 @given_in_tiers(data=st.data(), few=20, many=300)
 def test_damaged_foreign_state_is_refused_or_a_place(name: str, data: st.DataObject) -> None:
-    """Without a digest it may name any place, but one that exists."""
+    """Without a digest it may name any place that exists."""
     state, _ = data.draw(damaged({key: STATES[name][key] for key in SHORT}))
     loader = made(name)
     if not refused(loader, state):
@@ -203,7 +203,7 @@ def test_the_error_names_key_value_and_what_is_allowed(change: dict[str, Any], m
 
 @pytest.mark.parametrize("key", ["dataset", "order", "sampler"])
 def test_a_damaged_state_may_be_nested_deeply(key: str) -> None:
-    """Deeper than Python recurses: that is an error in one line, too."""
+    """A state deeper than Python's recursion limit is an error in one line, too."""
     nested: Any = {}
     for _ in range(10_000):
         nested = {"a": nested}
@@ -214,7 +214,7 @@ def test_a_damaged_state_may_be_nested_deeply(key: str) -> None:
 
 
 def test_changes_of_weights_that_are_out_of_order_are_refused() -> None:
-    """They would hold at other places."""
+    """They would act at other places."""
     made = [Segment(3 * change, {"a": 1.0, "b": 1.0 + change % 7}) for change in range(120)]
     saved = [one.to_json() for one in made]
     assert segments_from_json(saved) == tuple(made)
@@ -237,7 +237,7 @@ def test_place_from_another_loader_must_be_in_the_epoch() -> None:
 
 @pytest.mark.parametrize("one", [1, np.int64(1), np.uint8(1), np.bool_(True), torch.tensor(1)], ids=repr)
 def test_what_the_arguments_may_be_the_states_hold(one: Any) -> None:
-    """A state that the program wrote is one that it reads, and JSON."""
+    """The program reads every state that it wrote, and the state is JSON."""
     made: list[Any] = [elastic(shuffle=one), distributed(shuffle=one, drop_last=one)]
     if not isinstance(one, np.bool_):
         config = SimpleNamespace(num_workers=one - one)
@@ -251,7 +251,7 @@ def test_what_the_arguments_may_be_the_states_hold(one: Any) -> None:
 
 
 class Scaled(Squares):
-    """Its state has a number of numpy's, which JSON writes as Python's."""
+    """A source whose state has a numpy number, which JSON writes like Python's."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"scale": np.float64(1e-7)}
@@ -338,7 +338,7 @@ def test_streams_of_unequal_ranks_may_be_in_different_epochs() -> None:
 
 
 class OwnEpochs(Sampler[int]):
-    """A sampler that is not the runner's; ranks get parts of different length."""
+    """A sampler of another package; ranks get parts of different length."""
 
     def __init__(self, rank: int, of: int = 2) -> None:
         self.part, self.epoch = range(rank, SIZE - 1, of), 0
@@ -383,7 +383,7 @@ def test_sampler_that_cannot_redistribute_is_refused(kind: Any, ranks: int) -> N
 
 
 def states_at(name: str, stops: list[int], **more: Any) -> Any:
-    """The state after the last of the stops, with a resume at each of the others; and what it was before `iter()`."""
+    """Return the state after the last stop, with a resume at each other stop; and the state before `iter()`."""
     loader, at = made(name, **more), 0
     for stop in stops:
         take_batches(loader, stop - at)
@@ -423,7 +423,7 @@ def test_a_state_depends_on_the_place_alone_with_workers(
 
 @pytest.mark.parametrize("name", ["distributed", "mixture", "elastic"])
 def test_a_state_does_not_depend_on_how_torch_was_seeded(name: str) -> None:
-    """torch.distributed.checkpoint takes keys from any rank, and ranks seed torch apart."""
+    """torch.distributed.checkpoint takes keys from any rank, and ranks seed torch differently."""
     states = []
     for seed in range(3):
         torch.manual_seed(seed)
@@ -434,7 +434,7 @@ def test_a_state_does_not_depend_on_how_torch_was_seeded(name: str) -> None:
 
 
 class Asked(Augmented):
-    """Counts what it was asked for, so that each worker has a state of its own."""
+    """A source that counts its requests, so that each worker has a state of its own."""
 
     asked = 0
 

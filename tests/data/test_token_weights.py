@@ -1,4 +1,4 @@
-"""With `sampler.weights_by=tokens` a weight is a share of tokens, however many tokens the samples of a source hold."""
+"""With `sampler.weights_by=tokens` a weight is a share of tokens, for any number of tokens per sample."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runner.training.data.sources import mean_tokens, measures, with_weights
 
 
 def sources(root: Path) -> dict[str, Any]:
-    """Rows of 3 and of 30 tokens at most, and samples of 16."""
+    """Make sources of rows with at most 3 and 30 tokens, and of samples with 16."""
     return {
         "web": Rows(str(root / "web"), 400, 3),
         "books": Rows(str(root / "books"), 300, 30),

@@ -1,4 +1,4 @@
-"""Mixtures are looked up many at once: exactly as each would be by itself."""
+"""Looking up many mixtures at once gives the result of looking up each alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from exactdata.order.interleave import Interleave
 
 @given_in_tiers(st.integers(1, 9), st.integers(1, 6), st.integers(0, 2**32), few=15, many=200)
 def test_mixtures_looked_up_together_are_those_by_themselves(sources: int, mixtures: int, seed: int) -> None:
-    """Shares that swap the lighter child, and any number of sources."""
+    """Draw shares that swap the lighter child, and any number of sources."""
     draw = np.random.default_rng(seed)
     quanta, keys = draw.integers(1, 50, (mixtures, sources)), draw.integers(0, 2**63, mixtures).astype(np.uint64)
     together, mixture = Interleave(quanta, keys), draw.integers(0, mixtures, 3000)

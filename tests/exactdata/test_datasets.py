@@ -1,4 +1,4 @@
-"""Token datasets, shards and mixtures: what a sample is, batches equal to samples, errors of one line."""
+"""Token datasets, shards and mixtures: samples, batches equal to samples, one-line errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tokens(count: int, start: int = 0, dtype: Any = np.uint16) -> Any:
 
 
 class Numbers(Dataset[Any]):
-    """A user's own map-style dataset."""
+    """A user's map-style dataset."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -42,14 +42,14 @@ class Numbers(Dataset[Any]):
 
 
 class RandomNumbers(Numbers):
-    """Its samples are random."""
+    """A dataset with random samples."""
 
     def __getitem__(self, index: int) -> Any:
         return {"x": int(sample_rng().integers(1 << 30))}
 
 
 class Collated(Numbers):
-    """A user's own dataset that fetches batches."""
+    """A user's dataset that fetches whole batches."""
 
     collated = True
 
@@ -203,12 +203,12 @@ def test_bin_and_npy_shards_hold_the_same_samples(tmp_path: Path) -> None:
 
 
 def test_more_shards_than_open_files_are_possible(tmp_path: Path) -> None:
-    """Many systems begin with a limit of 1,024, which a process may raise; 10^12 tokens are more shards."""
+    """Many systems begin with a limit of 1,024 files, which a process may raise. 10^12 tokens need more shards."""
     for number in range(200):
         np.save(tmp_path / f"{number:03}.npy", np.arange(20, dtype=np.uint16))
 
     def opened(limit: int) -> str:
-        """What a process with this hard limit finds."""
+        """Return what a process with this hard limit finds."""
         found = tmp_path / "found"
         if (child := os.fork()) == 0:
             resource.setrlimit(resource.RLIMIT_NOFILE, (100, limit))
@@ -373,7 +373,7 @@ def test_mixtures_can_be_pickled(tmp_path: Path) -> None:
 
 
 class Counted(Numbers):
-    """Counts the samples it was asked for; the count is its state."""
+    """A source that counts the samples requested from it; the count is its state."""
 
     asked = 0
 

@@ -1,4 +1,4 @@
-"""The elastic order: one global sequence for any ranks, interruptions and changes; its inverse; its shares."""
+"""The elastic order: one global sequence under any ranks, interruptions and changes; its inverse; its shares."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ temperature = st.sampled_from([1.0, 0.5, 3.0])
 
 @st.composite
 def mixtures(draw: Any, cap: bool = False) -> dict[str, Any]:
-    """Arguments of an ElasticSampler: sources, weights, planned segments, exclusions, caps."""
+    """Draw the arguments of an ElasticSampler: sources, weights, planned segments, exclusions, caps."""
     names = draw(st.permutations(NAMES))[: draw(st.integers(1, len(NAMES)))]
     sizes = {name: draw(st.integers(1, 40)) for name in names}
 
@@ -75,7 +75,7 @@ def whole(arguments: dict[str, Any], count: int) -> list[int]:
 def test_any_ranks_and_any_interruptions_give_the_same_sequence(
     arguments: dict[str, Any], attempts: list[tuple[int, int]]
 ) -> None:
-    """Each attempt has its own world size and length; the interleaved parts of its ranks are the sequence."""
+    """Give each attempt its own world size and length. The interleaved parts of its ranks are the sequence."""
     consumed: list[int] = []
     state: dict[str, Any] | None = None
     for world, samples in attempts:
@@ -95,7 +95,7 @@ def test_any_ranks_and_any_interruptions_give_the_same_sequence(
 class MinimalLoader:
     """A loader that uses only `state_dict`, `load_state_dict` and, if it `skips`, `set_skip`.
 
-    One that skips counts samples across all resumes, and may have prefetched beyond what it has yielded.
+    With `skips`, it counts samples across all resumes, and may have prefetched beyond what it has yielded.
     """
 
     def __init__(self, samplers: list[ElasticSampler], skips: bool, state: dict[str, Any] | None, counted: int) -> None:
@@ -125,7 +125,7 @@ class MinimalLoader:
 def test_minimal_loader_resumes_by_state_or_state_and_skip(
     arguments: dict[str, Any], attempts: list[tuple[int, int, int]], skips: bool
 ) -> None:
-    """Both conventions reach the same position, after any number of saves, with any number of ranks."""
+    """Reach the same position by both conventions, after any number of saves, with any number of ranks."""
     consumed: list[int] = []
     state, counted = None, 0
     for world, samples, ahead in attempts:
@@ -180,7 +180,7 @@ def test_batches_have_the_same_sequence_as_iteration(arguments: dict[str, Any], 
 
 @given_in_tiers(mixtures(), few=20, many=200)
 def test_every_epoch_of_a_source_is_a_permutation(arguments: dict[str, Any]) -> None:
-    """Also across segments: a source neither repeats nor skips a sample within an epoch."""
+    """Cover segments, too: a source neither repeats nor skips a sample within an epoch."""
     arguments = {**arguments, "exclude": []}
     mine = sampler(arguments)
     names, index, epochs = mine.locate(np.arange(600))
@@ -254,7 +254,7 @@ def test_shares_are_within_the_bound_at_every_prefix(weights: list[float], heat:
 
 
 def test_shares_are_within_the_bound_after_many_samples() -> None:
-    """At 10^15 samples, where a rounded fraction would have drifted."""
+    """Look at 10^15 samples, where a rounded fraction would have drifted."""
     mine = ElasticSampler({"a": 10**9, "b": 10**9, "c": 3}, [1, 2, 4], global_batch_size=1, num_replicas=1)
     counts = mine.order.consumed_at(10**15)
     for name, share in mine.order.shares_at(0).items():
@@ -271,7 +271,7 @@ def test_the_order_of_the_sources_changes_only_dataset_indices() -> None:
 
 
 def test_seeds_epochs_and_sources_have_independent_streams() -> None:
-    """Seed 42 epoch 1 differs from seed 43 epoch 0, and two sources of equal size are shuffled differently."""
+    """Compare seed 42 epoch 1 with seed 43 epoch 0, and two sources of equal size, which are shuffled differently."""
 
     def epoch(seed: int, number: int, name: str = "a") -> list[int]:
         mine = ElasticSampler({name: 50}, [1], global_batch_size=1, num_replicas=1, seed=seed)
@@ -295,7 +295,7 @@ MIXTURES = [
 
 
 def drawn_sources(weights: Sequence[float], count: int, first: int = 0, seed: int = 0) -> np.ndarray:
-    """The number of the source at each of `count` positions from `first` on."""
+    """Return the source number at each of `count` positions from `first` on."""
     sizes = {f"s{i:02}": 10**6 for i in range(len(weights))}
     mine = ElasticSampler(sizes, weights, global_batch_size=1, num_replicas=1, seed=seed)
     ids: np.ndarray = mine.order.numbers(np.arange(first, first + count))[0]
@@ -303,7 +303,7 @@ def drawn_sources(weights: Sequence[float], count: int, first: int = 0, seed: in
 
 
 def check_shares_of_ranks(ids: np.ndarray, weights: Sequence[float], ranks: int) -> None:
-    """On every rank, each share is exact to 5 % and what chance allows a sequence of independent samples."""
+    """Check each rank's shares: exact to 5 % and to what chance allows in a sequence of independent samples."""
     share = np.array(weights) / sum(weights)
     for rank in range(ranks):
         mine = ids[rank::ranks]
@@ -314,7 +314,7 @@ def check_shares_of_ranks(ids: np.ndarray, weights: Sequence[float], ranks: int)
 
 @pytest.mark.parametrize(("weights", "ranks"), MIXTURES)
 def test_every_rank_has_the_shares(weights: tuple[float, ...], ranks: int) -> None:
-    """Whichever number of ranks divides the positions, and whatever share divides the number of ranks."""
+    """Cover any number of ranks that divides the positions, and any share that divides the number of ranks."""
     ids = drawn_sources(weights, 500_000)
     share = np.array(weights) / sum(weights)
     for number in (2, 3, ranks):
@@ -338,7 +338,7 @@ def test_every_rank_has_the_shares_of_any_mixture(weights: list[float], ranks: i
 
 
 def autocorrelation(ids: np.ndarray, source: int, lags: int) -> np.ndarray:
-    """Of the indicator of a source, at the lags 0 to `lags`, in standard deviations of an independent sequence."""
+    """Return a source indicator's autocorrelation at lags 0 to `lags`, in deviations of an independent sequence."""
     indicator = (ids == source) - (ids == source).mean()
     spectrum = np.fft.rfft(indicator, 2 * len(indicator))
     sums = np.fft.irfft(np.abs(spectrum) ** 2)[: lags + 1]
@@ -348,10 +348,10 @@ def autocorrelation(ids: np.ndarray, source: int, lags: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("weights", "ranks"), MIXTURES)
 def test_sources_have_no_period(weights: tuple[float, ...], ranks: int) -> None:
-    """No lag repeats a source more often than chance, in the whole sequence and on each rank.
+    """Check that no lag repeats a source more often than chance, in the whole sequence and on each rank.
 
-    Nor less often, but for lags of the length within which the shares are exact: there a source that has just been
-    drawn must be drawn less.
+    It is not less often either, except for lags of the length within which the shares are exact: there a source that
+    has just been drawn must be drawn less.
     """
     ids, lags = drawn_sources(weights, 1 << 18), 4000
     exact_within = sum(weights) / min(weights) + 3
@@ -402,7 +402,7 @@ def test_changes_during_a_run_repeat_and_skip_nothing(
 
 @pytest.mark.parametrize("caps", [None, {"a": 10, "b": 20.5}])
 def test_hundreds_of_changes_of_weights_repeat_and_skip_nothing(caps: dict[str, float] | None) -> None:
-    """A run may change its weights at every step."""
+    """Change the weights at every step."""
     sizes = {"a": 40, "b": 30}
     arguments: dict[str, Any] = {"sizes": sizes, "weights": [1, 1], "max_epochs": caps}
     arguments["segments"] = [(3 * change, {"a": 1 + change % 7}) for change in range(1, 300)]
@@ -460,7 +460,7 @@ def test_excluded_samples_are_never_drawn_and_order_is_kept() -> None:
 
 
 def by_source(mine: ElasticSampler, count: int) -> dict[str, list[tuple[int, int]]]:
-    """(epoch, index) of every sample that each source gives at the first `count` positions, in order."""
+    """Return (epoch, index) of each source's samples among the first `count` positions, in order."""
     given: dict[str, list[tuple[int, int]]] = defaultdict(list)
     names, index, epochs = mine.locate(np.arange(count))
     for name, one, epoch in zip(names.tolist(), index.tolist(), epochs.tolist(), strict=True):
@@ -478,7 +478,7 @@ def by_source(mine: ElasticSampler, count: int) -> dict[str, list[tuple[int, int
 def test_positions_excluded_together_leave_out_what_was_there(
     arguments: dict[str, Any], ranges: list[tuple[int, int]], random: Any
 ) -> None:
-    """However they are written, in any order, overlapping or not, across changes of weights."""
+    """Write the positions in any order, overlapping or not, across changes of weights."""
     plain = sampler({**arguments, "exclude": []})
     gone = sorted({position for first, length in ranges for position in range(first, first + length + 1)})
     texts = [f"{first}-{first + length}" for first, length in ranges]
@@ -541,7 +541,7 @@ FORMS = {
 @pytest.mark.parametrize("changed", [{"max_epochs": {"a": 5}}, {"weights": [1, 3]}, {"segments": [(300, {"a": 9})]}])
 @pytest.mark.parametrize("exclude", FORMS)
 def test_an_exclusion_survives_every_other_change(exclude: str, changed: dict[str, Any]) -> None:
-    """A pending one, one in force, and one made in the run and saved where it was made; however it is written."""
+    """Cover a pending exclusion, one in force, and one made and saved in the run, however it is written."""
     arguments: dict[str, Any] = {"sizes": {"a": 40, "b": 40}, "weights": [1, 1], "global_batch_size": 1}
     arguments |= {"num_replicas": 1, "allow_data_change": True}
     for written in ([exclude], FORMS[exclude]):
@@ -587,7 +587,7 @@ def test_withdrawn_configuration_does_not_undo_a_call(made: str, configured: lis
 
 
 def test_excluded_positions_named_later_are_other_samples() -> None:
-    """Positions name what stood there in the run that was looked at: after the call, its next samples."""
+    """Positions name samples of the run that was inspected. After the call, they mean its next samples."""
 
     def at(sampler: ElasticSampler) -> list[int]:
         indices: list[int] = sampler.locate(np.arange(8, 20))[1].tolist()
@@ -682,7 +682,7 @@ def test_what_is_no_longer_excluded_returns_from_there_on() -> None:
     many=200,
 )
 def test_excluding_what_is_left_of_a_capped_source_ends_it(at: int, samples: list[int], jump: int, alone: bool) -> None:
-    """Nothing of the past is drawn anew, and no other source is disturbed."""
+    """Check that no past sample is drawn anew and no other source is disturbed."""
     sizes = {"a": 10} if alone else {"a": 10, "b": 30}
     arguments: dict[str, Any] = {"sizes": sizes, "weights": [1] * len(sizes), "max_epochs": {"a": 1, "b": 2}}
     arguments["max_epochs"] = {name: arguments["max_epochs"][name] for name in sizes}
@@ -784,7 +784,7 @@ def test_without_shuffle_each_source_keeps_its_own_order() -> None:
 
 
 def test_a_planned_segment_that_has_not_begun_may_move() -> None:
-    """A phase begins at a step; with another global batch that step has another position."""
+    """A phase begins at a step, whose position changes with the global batch."""
     arguments: dict[str, Any] = {"sizes": {"a": 50, "b": 50}, "weights": [1, 1], "num_replicas": 1}
     old = ElasticSampler(**arguments, global_batch_size=4, segments=[(400, {"b": 9})])
     new = ElasticSampler(**arguments, global_batch_size=8, segments=[(700, {"b": 9})])
@@ -927,7 +927,7 @@ def test_changes_that_make_no_sense_are_errors() -> None:
     many=200,
 )
 def test_future_weight_changes_commute(changes: list[tuple[int, float]], shuffler: random.Random) -> None:
-    """A change to the weights that hold at its position anyway holds on, if another comes to stand before it."""
+    """A weight change that repeats the weights in force keeps its effect if another change is put before it."""
     last = dict(changes)
     played = list(last.items())
     shuffler.shuffle(played)
@@ -1014,7 +1014,7 @@ def test_a_refused_change_leaves_the_order_as_it_was() -> None:
 
 
 def test_golden_sequences() -> None:
-    """Version 1 of the order. These numbers must never change: a change is a new version."""
+    """Check version 1 of the order. These numbers must never change: a change is a new version."""
     one = ElasticSampler({"a": 20}, [1], global_batch_size=1, num_replicas=1, seed=7)
     assert one.state_dict()["version"] == 1
     assert one.indices_at(np.arange(24)).tolist() == GOLDEN_ONE

@@ -1,4 +1,4 @@
-"""Exclusions: sets of ranges, and the places of what is left; against plain Python."""
+"""Exclusions, compared with plain Python: sets of ranges, and the places of the samples that are left."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_ranges_are_sets(some: list[tuple[int, int]], others: list[tuple[int, in
 def test_what_is_left_of_each_epoch_is_counted(
     size: int, gone: list[tuple[int, int]], seed: int, keys: list[int], far: bool
 ) -> None:
-    """One after another or far ahead, whether more samples are excluded or left."""
+    """Look up epochs in turn and far ahead, with more samples excluded or more left."""
     excluded = ranges([(low, length) for low, length in gone if low + length < size])
     if excluded.total == size:
         return
@@ -111,7 +111,7 @@ def test_source_of_one_sample_is_drawn_once_an_epoch() -> None:
     ],
 )
 def test_sources_of_any_size_are_looked_up_anywhere(size: int, gone: str, position: int) -> None:
-    """However many samples are excluded, if few are, or few are left."""
+    """Exclude few samples, or leave few."""
     mine = make(sizes={"a": size}, weights=[1], exclude=[f"a:{gone}"])
     positions = np.arange(position, position + 500)
     _, index, epochs = mine.locate(positions)
@@ -133,7 +133,7 @@ def test_sources_of_any_size_are_looked_up_anywhere(size: int, gone: str, positi
     ],
 )
 def test_two_threads_may_look_up_samples_at_once(changes: dict[str, Any]) -> None:
-    """A loader that prefetches looks up keys in its thread while the training looks up indices."""
+    """A loader that prefetches looks up keys in its thread while training looks up indices."""
     blocks = [np.arange(first, first + 512) for first in range(0, 60_000, 512)]
     alone = make(**changes)
     expected = [alone.indices_at(block).tolist() for block in blocks]
@@ -153,7 +153,7 @@ def test_two_threads_may_look_up_samples_at_once(changes: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("spoilt", ["{}!", "!{}", "{}\n"])
 def test_a_text_with_foreign_characters_is_refused(spoilt: str) -> None:
-    """Rows have no checksum: what else was edited could not be told."""
+    """Rows have no checksum, so no other edit could be detected."""
     text = pack_rows(np.arange(6, dtype=np.uint64).reshape(3, 2))
     assert len(unpack_rows(text, 2, 3)) == 3
     with pytest.raises(ValueError, match="damaged"):
@@ -201,7 +201,7 @@ def test_1000_exclusions_mean_the_same_after_a_resume(kind: str) -> None:
 
 
 def test_exclusions_that_stay_keep_what_stood_at_their_positions() -> None:
-    """Whichever others are withdrawn before they act; also in the state that the run saves."""
+    """Withdraw any others before they act, also in the state that the run saves."""
     texts = ["a:7", "10-12", "40-45", "b:3", "70", "90-99"]
     state = make(exclude=texts).state_dict_at(0)
     for gone in (["a:7"], ["10-12"], ["40-45", "70"], ["10-12", "b:3", "90-99"]):
@@ -249,7 +249,7 @@ def test_numbers_may_be_written_in_any_digits() -> None:
 
 @given_in_tiers(st.data(), few=60, many=1000)
 def test_edited_exclusions_are_refused_or_usable(data: st.DataObject) -> None:
-    """Whatever they hold, reading them gives exclusions, or one ValueError."""
+    """Read any edited exclusions as exclusions, or raise one ValueError."""
     number = st.integers(-3, 5) | st.integers(-(2**62), 2**63) | st.none() | st.floats() | st.just("1")
     value = {
         "at": data.draw(number),

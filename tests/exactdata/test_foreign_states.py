@@ -1,4 +1,4 @@
-"""States of torchdata's and KempnerForge's loaders: ours continues with the same batches, or names what they lack."""
+"""States of torchdata's and KempnerForge's loaders: continue with the same batches, or name what is missing."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ SAMPLERS: list[tuple[Arguments, Arguments]] = [
 
 
 def torchdata(**arguments: Any) -> Any:
-    """Make a loader of torchdata."""
+    """Make a torchdata loader."""
     module = pytest.importorskip("torchdata.stateful_dataloader")
     return module.StatefulDataLoader(DATA, **{"batch_size": 4, **arguments})
 
@@ -114,7 +114,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def through_a_file(state: Any) -> Any:
-    """Save and load a state without executing anything in it."""
+    """Save and load a state without executing code from it."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -185,7 +185,7 @@ def test_torchdata_continues_its_own_states_alike(arguments: Arguments, workers:
 
 
 def single(samples: int, counted: int | None = None, **more: Any) -> dict[str, Any]:
-    """A state of torchdata's loader without workers, after batches of 4."""
+    """Return the state of torchdata's loader without workers, after batches of 4."""
     drawn = {key: more.pop(key) for key in ("sampler_state", "sampler_iter_state") if key in more}
     count = -(-samples // 4) if counted is None else counted
     return {
@@ -203,7 +203,7 @@ def single(samples: int, counted: int | None = None, **more: Any) -> dict[str, A
 
 
 def parallel(samples: int, since: int = 0, **more: Any) -> dict[str, Any]:
-    """A state of torchdata's loader with two workers, `since` batches after its last snapshot."""
+    """Return the state of torchdata's loader with two workers, `since` batches after its last snapshot."""
     main = {**single(samples, **more), "_num_workers": 2, "_base_seed": 5}
     workers = {f"worker_{at}": {"worker_id": at, "dataset_state": None, "fetcher_state": None} for at in range(2)}
     snapshot = {"_snapshot_step": main["_num_yielded"], "_last_yielded_worker_id": 1, "_main_snapshot": main}

@@ -23,9 +23,9 @@ SIZE = 36
 
 
 class Pictures(Dataset[Any]):
-    """Random crop, flip, colours and noise, as libraries of transforms draw them: from three global generators.
+    """Random crop, flip, colors and noise, as transform libraries draw them from three global generators.
 
-    Every fourth picture is left as it is, so that not every sample draws.
+    Every fourth picture is unchanged, so that not every sample draws.
     """
 
     def __len__(self) -> int:
@@ -44,7 +44,7 @@ class Pictures(Dataset[Any]):
 
 
 class Listed(Pictures):
-    """The same, asked for a list of samples; remembers how many it was asked for."""
+    """The same dataset, fetched by lists of samples; it keeps the number of requests."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
@@ -75,7 +75,7 @@ def loader_of(data: Any, workers: int = 0, batch_size: int = 4, ranks: int = 1, 
 
 
 def by_position(loader: Any, batches: int | None = None) -> dict[int, tuple[int, bytes]]:
-    """Position -> (index, pixels), of the next batches."""
+    """Map each position of the next batches to (index, pixels)."""
     found: dict[int, tuple[int, bytes]] = {}
     for batch, record in islice(loader.iter_recorded(), batches):
         pixels = [picture.numpy().tobytes() for picture in batch["picture"]]
@@ -85,7 +85,7 @@ def by_position(loader: Any, batches: int | None = None) -> dict[int, tuple[int,
 
 @pytest.fixture
 def whole() -> dict[int, tuple[int, bytes]]:
-    """What every run must see."""
+    """Return what every run must see."""
     found = by_position(loader_of(Pictures()))
     assert len(found) == 2 * SIZE
     assert len(set(found.values())) == 2 * SIZE - SIZE // 4  # others in each epoch, but for those that draw nothing
@@ -133,7 +133,7 @@ def test_sample_is_fetched_once_until_it_draws() -> None:
 
 
 def test_collate_draws_depend_on_the_batch_alone() -> None:
-    """As one that mixes the samples of a batch."""
+    """Use a collate function that mixes the samples of a batch."""
 
     def mix(samples: list[Any]) -> Any:
         return {**default_collate(samples), "share": np.random.beta(1, 1)}
@@ -211,7 +211,7 @@ def test_dataset_that_draws_against_its_word_is_named(
 
 
 def test_the_same_draws_do_not_come_from_two_generators() -> None:
-    """numpy's and torch's are the same generator: the same seed would correlate a crop with a flip."""
+    """Seed them differently: numpy and torch use the same generator, so one seed would correlate a crop with a flip."""
     generators.seed(0x0123456789ABCDEF)
     words = np.random.randint(0, 2**31, 4).tolist(), torch.randint(0, 2**31, (4,)).tolist()
     assert not set(words[0]) & set(words[1])

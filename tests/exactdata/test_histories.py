@@ -24,7 +24,7 @@ def test_many_random_histories(first: int) -> None:
 
 @pytest.mark.parametrize("damage", ["lost", "repeated", "another source"])
 def test_the_recount_notices(damage: str) -> None:
-    """The check itself can fail: one sample that is not the next of its source, or of one that is not drawn."""
+    """Check that the recount can fail: on a sample out of order, or of a source that is not drawn."""
     history = History(3)
     settings = history.recount.settings
     settings.weights = dict.fromkeys(settings.sizes, 0.0) | {next(iter(settings.sizes)): 1.0}

@@ -1,4 +1,4 @@
-"""The data ledger: its digest depends only on what was consumed at which position."""
+"""The data ledger: its digest depends only on which sample was consumed at which position."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ledger() -> DataLedger:
 
 
 def consumed(positions: np.ndarray, indices: np.ndarray, world: int = 1, step: int = 6) -> DataLedger:
-    """A ledger after these samples, distributed over `world` ranks, in steps of `step` samples."""
+    """Return a ledger after these samples, distributed over `world` ranks, in steps of `step` samples."""
     ranks = [ledger() for _ in range(world)]
     for first in range(0, len(positions), step):
         for rank, one in enumerate(ranks):
@@ -84,7 +84,7 @@ def test_the_verified_window_is_bounded() -> None:
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 7, 255, 256, 257, 1000])
 def test_ledger_is_small_and_verifies_at_any_batch(step: int) -> None:
-    """Of steps with few samples several share a digest; it is compared with the same samples all the same."""
+    """Steps of few samples share a digest. It is compared with the same samples all the same."""
     mine, one = sampler(), ledger()
     positions = np.arange(80_000 // step * step)
     indices = mine.indices_at(positions)
@@ -102,7 +102,7 @@ def test_ledger_is_small_and_verifies_at_any_batch(step: int) -> None:
 
 
 def test_a_digest_is_of_one_epoch() -> None:
-    """What is before it cannot be recomputed, and must not keep from it what can."""
+    """Earlier epochs cannot be recomputed. They must not prevent the verification of the current one."""
     mine, one = sampler(), ledger()
     for first in range(0, 60, 6):
         positions = np.arange(first, first + 6)
@@ -113,7 +113,7 @@ def test_a_digest_is_of_one_epoch() -> None:
 
 @pytest.mark.parametrize("epoch", [1, 42, 250, 300])
 def test_a_ledger_of_many_short_epochs_is_small_and_loads(epoch: int) -> None:
-    """Only the epoch that is under way can be recomputed, so that the digests of earlier ones are not kept."""
+    """Only the current epoch can be recomputed, so the digests of earlier ones are not kept."""
     mine, one = sampler(), ledger()
     count = 800 if epoch == 1 else 300
     positions = np.arange(epoch * count)
@@ -164,14 +164,14 @@ def test_edited_ledgers_are_refused(change: dict[str, Any], message: str) -> Non
 
 
 def test_golden_digest() -> None:
-    """Digests are compared between runs of different program versions: they must not change."""
+    """Digests are compared between program versions, so they must not change."""
     positions = np.arange(60)
     indices = np.arange(60) * 7 % 42
     assert consumed(positions, indices).digest == "db3b8b7f406f85f40f8e310f6e3154ba"
 
 
 def measure(indices: np.ndarray) -> np.ndarray:
-    """Sample i of a source has 10 + i tokens, and a document begins in every other one."""
+    """Sample i of a source has 10 + i tokens, and a document begins in every second sample."""
     return np.stack([10 + indices, indices % 2], axis=1)
 
 

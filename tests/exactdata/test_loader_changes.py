@@ -1,4 +1,4 @@
-"""A change of the order in mid-run acts at the next batch, however that is fetched and whatever was fetched ahead."""
+"""A change of the order during a run acts at the next batch, however it is fetched and prefetched."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def act(run: Run, action: Any) -> Run:
 
 
 def history(run: Run, steps: list[tuple[int, Any]]) -> list[Any]:
-    """The batches of a run in which changes and resumes are made after so many batches; its sampler's states too."""
+    """Return a run's batches and sampler states, with changes and resumes after the given numbers of batches."""
     found: list[Any] = []
     for batches, action in steps:
         stream = iter(run.loader)
@@ -127,7 +127,7 @@ def test_a_change_between_a_resume_and_the_first_batch_is_saved() -> None:
 
 
 class Failing(Squares):
-    """The samples of the second source raise an error."""
+    """A mixture whose second source raises an error."""
 
     def __getitem__(self, index: int) -> Any:
         if index >= SIZES["a"]:

@@ -57,7 +57,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Broken(Squares):
-    """Raises at one index until it is repaired."""
+    """A dataset that raises at one index until it is repaired."""
 
     def __init__(self, size: int, at: int, error: Exception) -> None:
         super().__init__(size)
@@ -267,13 +267,13 @@ class Slow(Squares):
 
 
 def children() -> set[psutil.Process]:
-    """The live children of this process; some may be left over from other tests."""
+    """Return the live children of this process. Some may be left over from other tests."""
     found = psutil.Process().children()
     return {child for child in found if child.is_running() and child.status() != psutil.STATUS_ZOMBIE}
 
 
 def ended(workers: set[psutil.Process], seconds: float = 120) -> bool:
-    """Whether they exit in time, which takes long only on a busy machine."""
+    """Check that they exit in time, which takes long only on a busy machine."""
     end = time.monotonic() + seconds
     while workers & children() and time.monotonic() < end:
         time.sleep(0.05)
@@ -358,7 +358,7 @@ def _runs(pid: int) -> bool:
 
 
 def wait_until_gone(pids: list[int], seconds: float = 120) -> list[int]:
-    """Those still alive; zombies, whose parent may be gone, do not count."""
+    """Return the processes that are still alive. Zombies, whose parent may be gone, do not count."""
     end = time.monotonic() + seconds
     while (left := [pid for pid in pids if _runs(pid)]) and time.monotonic() < end:
         time.sleep(0.05)
@@ -381,7 +381,7 @@ def test_a_hanging_worker_does_not_keep_its_parent_from_exiting() -> None:
 
 
 class Hung(Squares):
-    """A sample that never comes back and holds the interpreter's lock, so that no handler and no thread runs."""
+    """A sample that blocks for ever and holds the interpreter's lock, so that no handler or thread runs."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -402,7 +402,7 @@ MANY = 24_576  # a pipe does not hold as many indices
 
 
 class Late(Squares):
-    """The second batch takes a while, so that the indices of the third one wait."""
+    """A dataset whose second batch is slow, so that the indices of the third wait."""
 
     def __getitem__(self, index: int) -> Any:
         if index == MANY:
@@ -411,7 +411,7 @@ class Late(Squares):
 
 
 def leave(how: str, method: str) -> None:
-    """Leave an iteration whose worker has more indices waiting than a pipe holds."""
+    """Stop an iteration whose worker has more indices waiting than a pipe holds."""
     hung, size = Hung(MANY), MANY if how != "hang" else 1
     data = Late(4 * MANY) if how != "hang" else hung
     loader = StatefulDataLoader(data, size, num_workers=1, collate_fn=len, multiprocessing_context=method)
@@ -464,7 +464,7 @@ def test_a_fork_of_the_main_process_leaves_its_workers_alone() -> None:
 
 
 class Paused(Gathered):
-    """Its gathers wait until they may go on."""
+    """A dataset whose batches wait for permission to continue."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -721,7 +721,7 @@ def test_a_data_pipe_with_several_workers_is_refused() -> None:
 
 
 class OneHandle(Gathered):
-    """Keeps one position, as a file handle does: it is not thread-safe."""
+    """A dataset with one position, like a file handle: it is not thread-safe."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -797,7 +797,7 @@ def test_a_thread_prefetches_only_if_the_dataset_allows_it(prefetch: str | None)
 
 
 def test_worker_of_a_parent_killed_early_exits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise it would wait for the exit of the process that adopted it, which never comes."""
+    """Otherwise it would wait for the exit of the process that adopted it, which never happens."""
 
     def exit_(status: int) -> None:
         raise SystemExit(status)

@@ -1,4 +1,4 @@
-"""A loader's length, and its end: by samples, by epochs, on any ranks, with and without a resume."""
+"""A loader's length and its end: by samples, by epochs, on any ranks, with and without a resume."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_run_resumed_on_other_ranks_ends_at_the_same_sample(cuts: list[int], ran
 
 
 def test_length_is_of_the_whole_run_before_and_after_a_resume() -> None:
-    """Loops that count batches compare them with it."""
+    """Loops compare the number of batches with the length."""
     first = loader(samples=90)
     stream = iter(first)
     for batches in range(1, 24):
@@ -85,7 +85,7 @@ def test_length_is_of_the_whole_run_before_and_after_a_resume() -> None:
 
 @pytest.mark.parametrize(("before", "of", "batch_size"), [(2, 1, 8), (2, 1, 4), (1, 2, 4), (1, 4, 4), (3, 2, 5)])
 def test_length_on_other_ranks_is_what_is_yielded(before: int, of: int, batch_size: int) -> None:
-    """Trainers stop there: 45 in place of 50 would leave out the last samples."""
+    """Trainers stop at the length: 45 instead of 50 would leave out the last samples."""
     first = loader(0, before, samples=400)
     take_batches(first, 10)
     again = loader(0, of, batch_size, samples=400)
@@ -135,8 +135,10 @@ def test_lengths_that_make_no_sense_are_refused(more: dict[str, Any], message: s
 
 
 class CountingLoop:
-    """A training loop that knows the length, as Lightning's: it never asks for what comes after the last batch, counts
-    batches in its own state, and saves the loader's state beside it after a batch."""
+    """A training loop that knows the length, like Lightning's.
+
+    It never asks for a batch after the last one, counts batches in its state, and saves the loader's state with it.
+    """
 
     def __init__(self, loader: Any, saved: Any = None) -> None:
         self.loader, self.done = loader, 0
@@ -193,7 +195,7 @@ def test_next_epoch_begins_without_a_stop_iteration(name: str) -> None:
 def test_epoch_after_a_short_one_ends_where_the_samples_do(
     first: int, left: int, batch_size: int, drop_last: bool
 ) -> None:
-    """An `iter()` in mid-epoch repeats it, one after its last batch does not."""
+    """An `iter()` within an epoch repeats it; one after its last batch does not."""
     one = loader(samples=60, batch_size=batch_size, drop_last=drop_last)
     take_batches(one, first)
     one.end_epoch()

@@ -1,4 +1,4 @@
-"""Resumed equals uninterrupted: for every kind of dataset and sampler, interrupted anywhere, any number of times."""
+"""Resumed equals uninterrupted: every kind of dataset and sampler, cut anywhere, any number of times."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ KINDS = {**MAPS, **STREAMS}
 
 
 def seeded(make: Make, first: int = 1, **more: Any) -> Callable[[], Any]:
-    """A factory of loaders; after the first `first` of them the global generator differs, as in a restarted program."""
+    """Make loaders; after the first `first` of them the global generator differs, as in a restarted program."""
     left = iter(range(first))
 
     def again() -> Any:
@@ -299,7 +299,7 @@ def test_state_of_unknown_length_has_an_empty_rest(workers: int) -> None:
 
 
 class DrawnAtOnce(Sampler[int]):
-    """Each call of `__iter__` draws the next order, which the state counts."""
+    """A sampler whose `__iter__` draws the next order, counted in its state."""
 
     def __init__(self) -> None:
         self.drawn = 0
@@ -338,7 +338,7 @@ def test_loaded_state_is_returned_unchanged_at_first() -> None:
 
 
 class Changing:
-    """A sampler by position with one state, which it goes on changing."""
+    """A sampler by position with one state object, which it keeps changing."""
 
     def __init__(self, size: int) -> None:
         self.size, self.state = size, {"place": [0]}
@@ -357,7 +357,7 @@ class Changing:
 
 
 def test_a_state_is_not_changed_by_the_batches_after_it() -> None:
-    """It may be written while the training goes on, whatever the sampler does with its own."""
+    """The state may be written while training continues, although the sampler changes its state."""
     loader = StatefulDataLoader(Squares(12), 2, sampler=Changing(12))
     stream = iter(loader)
     next(stream)
@@ -381,7 +381,7 @@ def test_state_from_mid_epoch_resumes_there() -> None:
 
 @pytest.mark.parametrize("name", MAPS)
 def test_last_of_two_loaded_states_counts(name: str) -> None:
-    """One within an epoch must leave nothing behind for one between two epochs."""
+    """A state within an epoch must leave nothing behind for a state between two epochs."""
     make = seeded(MAPS[name], batch_size=4)
     loader = make()
     take_batches(loader, 2)
@@ -398,7 +398,7 @@ def mixture() -> Any:
 
 @pytest.mark.parametrize("sampler", [distributed, mixture])
 def test_seeded_sampler_resumes_behind_its_loader(sampler: Any) -> None:
-    """Whoever iterates over it instead of the loader gets the rest of the epoch."""
+    """Iterate over the sampler instead of the loader: it yields the rest of the epoch."""
     loader = StatefulDataLoader(Squares(SIZE), batch_size=4, sampler=sampler())
     expected = list(sampler())[8:]
     take_batches(loader, 2)
@@ -408,7 +408,7 @@ def test_seeded_sampler_resumes_behind_its_loader(sampler: Any) -> None:
 
 
 def test_loading_a_state_ends_the_old_prefetch_thread() -> None:
-    """The dataset may be changed then, and nothing else reads it."""
+    """The dataset may be changed then, so no thread may read it."""
     before = set(threading.enumerate())
     loader = StatefulDataLoader(Gathered(40), batch_size=4, num_workers=2)
     older = iter(loader)
@@ -437,7 +437,7 @@ def test_the_state_does_not_grow_with_the_position() -> None:
 
 
 def test_without_an_order_of_batches_no_state_is_taken_or_loaded() -> None:
-    """Batches that overtook others would be repeated on another number of workers, ranks or samples per batch."""
+    """Batches that overtook others would be repeated with another number of workers, ranks or samples per batch."""
     state = StatefulDataLoader(Squares(12), 2).state_dict()
     for dataset in (Squares(12), Counting()):
         loader: Any = StatefulDataLoader(dataset, 2, num_workers=2, in_order=False)
@@ -452,7 +452,7 @@ class Counting(IterableDataset[int]):
 
 
 class Interrupted(Squares):
-    """Ctrl-C strikes once, at one sample."""
+    """A dataset in which Ctrl-C strikes once, at one sample."""
 
     at = 9
 

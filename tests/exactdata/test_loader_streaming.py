@@ -1,4 +1,4 @@
-"""The examples of docs/loader.md: they yield all of the data once, and resume exactly."""
+"""The examples of docs/loader.md: they yield all data once, and resume exactly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 
 def example(name: str) -> ModuleType:
-    """The module of an example, registered so that forked workers find it."""
+    """Load the module of an example, registered so that forked workers find it."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""The loader against torch's own: the same arguments yield the same batches in the same order."""
+"""Compared with torch's loader: the same arguments yield the same batches in the same order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Backwards(RandomSampler):
 
 
 class Odd(SequentialSampler):
-    """The same for SequentialSampler."""
+    """A user's sampler that subclasses SequentialSampler."""
 
     def __iter__(self) -> Any:
         return iter(range(1, len(self), 2))
@@ -99,7 +99,7 @@ def batches(kind: Any, case: dict[str, Any], epochs: int = 3) -> list[Any]:
 
 
 def named(case: dict[str, Any]) -> str:
-    """An id that is the same in every process, which pytest-xdist requires."""
+    """Return an id that is the same in every process, which pytest-xdist requires."""
     return re.sub(r" (object )?at 0x[0-9a-f]+", "", str(case))
 
 
@@ -187,7 +187,7 @@ def test_it_is_a_subclass_of_torchs() -> None:
 
 
 class Asking(Squares):
-    """Returns what a worker sees of itself."""
+    """A dataset that returns what a worker knows about the worker and its dataset."""
 
     def __getitem__(self, index: int) -> Any:
         info = get_worker_info()
@@ -290,7 +290,7 @@ def test_batches_are_pinned_where_that_is_asked_for_and_possible(
 @pytest.mark.parametrize("data", [range(3), Stateless([2, 1])], ids=["map", "iterable"])
 @pytest.mark.slow
 def test_several_iterators_at_once_behave_as_torchs(data: Any, workers: dict[str, Any]) -> None:
-    """None of them ends early because another one began."""
+    """No iterator may end early because another one began."""
     torchs = DataLoader(data, batch_size=None, **workers)
     ours = StatefulDataLoader(data, batch_size=None, **workers)
     assert [(a, b) for a in ours for b in ours] == [(a, b) for a in torchs for b in torchs]

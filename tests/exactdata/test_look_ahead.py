@@ -1,4 +1,4 @@
-"""Looking ahead changes nothing: what is handed out, its keys and the states are those of one lookup at a time."""
+"""Looking ahead changes nothing: samples, keys and states are those of one lookup at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def elastic(world: int = 1, rank: int = 0, batch: int = 4, **more: Any) -> Elast
 
 
 def boundaries() -> dict[str, Any]:
-    """Segments and exclusions that begin within blocks, and two at the same place."""
+    """Yield segments and exclusions that begin within blocks, and two at the same place."""
     return {
         "segments": [(101, {"a": 3}), (102, {"a": 0}), (2 * MOST + 1, {"c": 0}), (7000, {"a": 1, "b": 1, "c": 1})],
         "exclude": ["b:3-40", "a:7", "positions:300-333"],
@@ -34,7 +34,7 @@ changes = st.dictionaries(st.integers(0, 55), st.sampled_from(["weights", "exclu
 
 @given_in_tiers(world=st.integers(1, 3), batch=st.sampled_from([1, 16, 97, 300]), changes=changes, few=5, many=60)
 def test_batches_keys_and_states_are_those_of_single_lookups(world: int, batch: int, changes: dict[int, str]) -> None:
-    """Also when weights change, samples are excluded, or a change further ahead is planned, after any batch."""
+    """Change weights, exclude samples or plan a later change after any batch."""
     mine = elastic(world, world - 1, batch, **boundaries())
     for number, found in enumerate(itertools.islice(mine.iter_batches(batch, drop_last=True), 60)):
         positions = mine.positions(number * batch, batch)
@@ -56,7 +56,7 @@ def test_batches_keys_and_states_are_those_of_single_lookups(world: int, batch: 
 
 @given_in_tiers(cut=st.integers(0, 40), batch=st.sampled_from([16, 33]), ahead=st.integers(1, 9), few=10, many=100)
 def test_a_state_is_of_what_was_handed_out_and_resumes_there(cut: int, batch: int, ahead: int) -> None:
-    """With a loader that has prefetched, too, and with another number of ranks."""
+    """Also use a loader that has prefetched, and another number of ranks."""
     data: Any = range(sum(SIZES.values()))
     whole = elastic(**boundaries()).indices_at(np.arange(60 * batch)).tolist()
     sampler = elastic(batch=batch, **boundaries())

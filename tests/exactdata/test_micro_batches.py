@@ -45,7 +45,7 @@ def test_micro_batches_are_spread_evenly_over_ranks(micro_batches: int, ranks: i
     many=200,
 )
 def test_the_ranks_together_consume_each_position_once(micro_batches: int, ranks: int, steps: int, before: int) -> None:
-    """Their batches, in the order of the micro-batches, are the sequence itself, also after a resume."""
+    """Join the ranks' batches in micro-batch order, also after a resume: they are the sequence."""
     size = 3
     whole = elastic().order.indices_at(np.arange((before + steps) * size * micro_batches)).tolist()
     state = of_rank(0, 2, micro_batches, size)
@@ -67,7 +67,7 @@ def test_the_ranks_together_consume_each_position_once(micro_batches: int, ranks
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 def test_an_incomplete_step_is_left_out_on_every_rank(ranks: int) -> None:
-    """100 samples are 8 steps of 12."""
+    """Split 100 samples into 8 steps of 12."""
     for rank in range(ranks):
         sampler = of_rank(rank, ranks, samples=100)
         share = len(share_of(4, ranks, rank))

@@ -14,7 +14,7 @@ from exactdata.order.permutation import MAX_SIZE, Domain, grid, permute, round_p
 
 
 def permuted(n: int, key: int | np.ndarray, indices: np.ndarray, inverse: bool = False) -> np.ndarray:
-    """The indices in [0, n), permuted under one key, or under one each."""
+    """Return the indices in [0, n), permuted under one key, or under one key each."""
     a, b = grid(n)
     domain = Domain(np.uint64(n), np.uint64(a), np.uint64(b))
     keys = np.uint64(key) if isinstance(key, int) else key
@@ -22,13 +22,13 @@ def permuted(n: int, key: int | np.ndarray, indices: np.ndarray, inverse: bool =
 
 
 def many(n: int, keys: int, seed: int = 0) -> np.ndarray:
-    """(keys, n): one permutation per row."""
+    """Return (keys, n), with one permutation per row."""
     row_keys = np.repeat(derive(stream_key("test", seed), np.arange(keys)), n)
     return permuted(n, row_keys, np.tile(np.arange(n), keys)).reshape(keys, n)
 
 
 def excess(counts: np.ndarray, freedom: int) -> float:
-    """Chi-square statistic against a uniform distribution, in standard deviations above its mean."""
+    """Return the chi-square statistic against a uniform distribution, in deviations above its mean."""
     expected = counts.sum() / counts.size
     chi = float(((counts - expected) ** 2 / expected).sum())
     return (chi - freedom) / math.sqrt(2 * freedom)
@@ -109,7 +109,7 @@ def test_fixed_points_are_one_on_average_with_variance_one(n: int) -> None:
 
 
 def test_golden_values() -> None:
-    """The data order is built on these; they must never change."""
+    """The data order depends on these numbers; they must never change."""
     assert mix64(np.array([0, 1, 2**64 - 1], np.uint64)).tolist() == [0, 6238072747940578789, 13029008266876403067]
     assert stream_key(42, "source", "code") == 17380702669895051261
     pairs = {1: 12, 2: 12, 3: 9, 4: 7, 7: 7, 8: 5, 15: 5, 16: 4, 255: 4, 256: 3, 2**31: 3}

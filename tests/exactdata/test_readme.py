@@ -1,4 +1,4 @@
-"""The README's script, killed and started again, and its questions to the checkpoint: real output, of this program."""
+"""The script of the README, killed and restarted, and its queries of the checkpoint, with real output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def blocks(kind: str) -> list[str]:
 
 
 def trained(script: Path, until: int | None = None) -> list[str]:
-    """The lines that the script prints; with `until`, it is killed as soon as it has printed so many."""
+    """Return the lines that the script prints. With `until`, kill it as soon as it has printed that many."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, cwd=script.parent, env=environment

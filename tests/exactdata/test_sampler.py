@@ -27,7 +27,7 @@ def plain_permutation(n: int, generator: torch.Generator | None) -> list[int]:
 
 
 def plain_part(order: list[int], world: int, rank: int, drop_last: bool) -> list[int]:
-    """The rank's stride, straight from the definition."""
+    """Return the stride of the rank, straight from the definition."""
     if drop_last:
         return order[: len(order) // world * world][rank::world]
     total = math.ceil(len(order) / world) * world
@@ -65,7 +65,7 @@ def test_distributed_sampler_follows_the_reference(
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("size", [1, 7, 4096, 5000, 20_000])
 def test_batches_of_any_size_are_the_sequence_in_parts(size: int, drop_last: bool) -> None:
-    """Also if a batch is longer than the chunks in which the sampler converts indices."""
+    """Include batches longer than the chunks in which the sampler converts indices."""
     sampler = DistributedSampler(range(10_001), 1, 0)
     order = list(sampler)
     stop = len(order) // size * size if drop_last else len(order)
@@ -119,7 +119,7 @@ def test_mixture_sampler_follows_the_reference(
 
 
 def test_mixture_golden() -> None:
-    """Recorded numbers, so that no change of torch or of this code goes unnoticed."""
+    """Compare with recorded numbers, so that no change of torch or of this code goes unnoticed."""
     mine = MixtureSampler([0, 10, 16], [0.7, 0.3], 2, 1, seed=3, temperature=2.0)
     assert list(mine) == [5, 9, 15, 14, 4, 7, 12, 0]
     assert list(DistributedSampler(range(12), 2, 0, seed=5)) == [11, 9, 10, 4, 8, 1]
@@ -163,7 +163,7 @@ def test_small_sources_are_repeated_evenly() -> None:
 def test_resumes_exactly_at_any_cut_within_and_across_epochs(
     place: tuple[int, int], cuts: list[int], mixture: bool
 ) -> None:
-    """As a loader does it: the state has the epoch, and the loader skips what the epoch has yielded."""
+    """Resume like a loader: the state has the epoch, and the loader skips the batches already yielded."""
 
     class Epochs:
         def __init__(self) -> None:
@@ -218,7 +218,7 @@ def test_an_iteration_keeps_the_epoch_of_its_start() -> None:
 
 
 def test_an_epoch_needs_no_more_memory_than_its_permutation() -> None:
-    """At most 9 bytes per sample at the peak, for a single rank and for one of eight."""
+    """Allow 9 bytes per sample at the peak, for a single rank and for one of eight."""
     n = 1_000_000
     for world in (1, 8):
         for mine in (

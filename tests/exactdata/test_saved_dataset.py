@@ -1,4 +1,4 @@
-"""A dataset that `save_to_disk` wrote, as a source."""
+"""A dataset that was written by `save_to_disk`, as a source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams of several ranks and workers: whatever their numbers become at a resume, every item comes once per epoch."""
+"""Streams on several ranks and workers: whatever their numbers at a resume, every item comes once per epoch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EPOCH = 1000  # more than the items of an epoch
 
 
 class Units(ShardedStream):
-    """Units of the given sizes, over the numbers from 0 and `EPOCH` times the epoch, in an order that depends on it."""
+    """Units of the given sizes, numbered from 0 plus `EPOCH` times the epoch, in an epoch-dependent order."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = sizes
@@ -38,7 +38,7 @@ class Units(ShardedStream):
 
 
 class Parts(IterableDataset[int]):
-    """A stream that deals out by itself what is left; its state does not say whether it has begun, or has ended."""
+    """A stream that redistributes its remaining items. Its state does not show whether it has begun or ended."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = sizes
@@ -93,7 +93,7 @@ class Ranks:
                 self.iterators.append(iter(loader))
 
     def take(self, batches: int | None) -> tuple[list[Any], bool]:
-        """The items of the next batches of every rank, and whether the epoch has ended: none are left on any rank."""
+        """Return the items of every rank's next batch, and whether the epoch has ended (no items on any rank)."""
         found: list[Any] = []
         while batches is None or batches > 0:
             ended = 0
@@ -138,11 +138,11 @@ CUTS = st.one_of(st.none(), st.integers(0, 6))  # before the first iter(); after
 
 
 class Account:
-    """What was read of the epoch under way.
+    """The items read in the current epoch.
 
     Args:
-        items: of an epoch.
-        counts: the items tell of their epoch.
+        items: number of items in an epoch.
+        counts: whether the items show their epoch.
     """
 
     def __init__(self, items: int, counts: bool) -> None:
@@ -198,7 +198,7 @@ def test_every_item_comes_once_per_epoch(
 @pytest.mark.parametrize("workers", [(0, 0), (0, 1), (1, 0), (1, 1)])
 @pytest.mark.parametrize("persistent", [(False, False), (True, False), (False, True)])
 def test_ranks_in_different_epochs_resume_in_their_own(workers: tuple[int, int], persistent: tuple[bool, bool]) -> None:
-    """Workers that do not outlive an epoch start with a copy of a dataset that has never read one."""
+    """Workers that do not outlive an epoch start with a copy of a dataset that has read no epoch."""
     found: list[int] = []
     state = None
     for count, stays, batches in zip(workers, persistent, (3, None), strict=True):
@@ -221,7 +221,7 @@ def test_ranks_in_different_epochs_resume_in_their_own(workers: tuple[int, int],
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize(("count", "workers"), [(1, 0), (3, 0), (1, 2)])
 def test_rank_at_its_end_gives_nothing_to_other_ranks(stream: str, count: int, workers: int) -> None:
-    """Of two ranks after two batches each, one has been told that its epoch has ended, and the other has not."""
+    """After two batches, one of two ranks has been told that its epoch has ended."""
     ranks = Ranks(lambda: STREAMS[stream]([4, 4, 5]), 2, 0, 3)
     ranks.begin()
     found: list[int] = []
@@ -239,7 +239,7 @@ def test_rank_at_its_end_gives_nothing_to_other_ranks(stream: str, count: int, w
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_rank_before_its_epoch_gives_its_shards_to_others(count: int) -> None:
-    """The other one has been told that its epoch has ended: it has no items."""
+    """The other rank has been told that its epoch has ended, so it has no items."""
     ranks = Ranks(lambda: Units([0, 0, 3, 4]), 2, 2, 3)
     with played(0, 2):
         assert list(ranks.loaders[0]) == []
@@ -249,7 +249,7 @@ def test_rank_before_its_epoch_gives_its_shards_to_others(count: int) -> None:
 
 
 class Keeping(IterableDataset[int]):
-    """A stream that takes its items out of the state that it was given."""
+    """A stream that takes its items out of the state that was loaded into it."""
 
     def __init__(self) -> None:
         self.left = list(range(6))
@@ -282,7 +282,7 @@ def test_state_can_be_loaded_again_after_the_stream_used_it(cut: int | None) -> 
 
 
 class Counting(IterableDataset[int]):
-    """A stream with a state, which it cannot deal out."""
+    """A stream with a state that it cannot redistribute."""
 
     def __init__(self, size: int) -> None:
         self.size, self.at = size, 0

@@ -1,4 +1,4 @@
-"""Tar files as map-style sources: every member is the tar's, and what is wrong with a file is said."""
+"""Tar files as map-style sources: each member equals the tar's, and an error in a file is reported with its place."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write(file: Path, members: Iterable[tuple[str, bytes]], form: int = tarfile.
 
 
 def samples(first: int, count: int = 9) -> list[tuple[str, bytes]]:
-    """Members of samples with an empty member, a dot in a folder, and names too long for a header."""
+    """Return members with an empty one, a dot in a folder, and names too long for a header."""
     names = [("a.b/x", LONG)[number % 2] + f"{number:03}" for number in range(first, first + count)]
     parts = {".jpg": b"\xff" * 700, ".Seg.PNG": b"", ".cls": b"1"}
     return [(name + end, name.encode() * len(part) + part) for name in names for end, part in parts.items()]

@@ -1,4 +1,4 @@
-"""TrainerLoader: every sample once, in one order, whatever the trainer, the ranks and the batch; committed batches."""
+"""TrainerLoader: each sample once, in one order, under any trainer, ranks and batch; committed batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZE = 200
 
 
 class Numbers:
-    """The numbers from `first` on, and with each a draw from a global generator."""
+    """Numbers from `first` on, each with a draw from a global generator."""
 
     def __init__(self, first: int, size: int = SIZE) -> None:
         self.first, self.size = first, size
@@ -43,13 +43,13 @@ def loaders(ranks: int, batch: int = 8, mixed: bool = False, **others: Any) -> l
 
 
 def ids(batches: list[dict[str, Any]]) -> list[int]:
-    """The ids of a step, in the order of the positions."""
+    """Return the ids of a step, in the order of the positions."""
     lists = [batch["id"].tolist() for batch in batches]
     return [one for group in zip(*lists, strict=True) for one in group]
 
 
 def steps(ranks: list[TrainerLoader], count: int | None = None) -> list[list[int]]:
-    """The ids of the steps of one pass, or of the first `count` of them."""
+    """Return the ids of the steps of one pass, or of the first `count` of them."""
     iterators = [iter(one) for one in ranks]
     return [ids(list(batches)) for batches in islice(zip(*iterators, strict=True), count)]
 
@@ -180,7 +180,7 @@ def test_state_without_length_is_of_the_batch_before() -> None:
 
 @pytest.mark.parametrize("stop", [10, 24, 25, 26])
 def test_pass_without_length_ends_at_its_place(stop: int) -> None:
-    """Iterate as Lightning does: one batch is fetched before the one that is trained on, also at the end of a pass."""
+    """Iterate as Lightning does: fetch one batch before training on the previous one, also at the end of a pass."""
 
     def train(loader: TrainerLoader, count: int | None) -> Iterator[list[int]]:
         while count is None or count > 0:

@@ -1,4 +1,4 @@
-"""What stops a job that Slurm restarts again and again: decided at the start of an attempt, from what is recorded."""
+"""Limits for a job that Slurm restarts again and again, decided at the start of an attempt from the records."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_attempts_of_a_reused_job_id_are_not_counted(tmp_path: Path) -> None:
 
 
 def test_time_limits_in_every_first_step_end_the_run(tmp_path: Path) -> None:
-    """Such an attempt never gets to the end at which it could count itself."""
+    """Such an attempt never reaches the end at which it could count the time limit."""
     run = RunDir(tmp_path)
     for _ in range(2):
         log = begin(run)
@@ -76,7 +76,7 @@ def test_job_at_its_limit_of_time_limits_starts_no_attempt(tmp_path: Path) -> No
 def test_the_budget_is_what_a_recount_of_the_attempts_says(
     history: list[tuple[str, bool, bool]], max_timeouts: int | None, others: int
 ) -> None:
-    """However each attempt ended: closed by itself, or killed and closed by the next one."""
+    """Close the attempts themselves, or kill them and let the next one close them."""
     with TemporaryDirectory() as folder:
         run = RunDir(Path(folder))
         for number, (cause, gained, closed) in enumerate(history):
@@ -173,7 +173,7 @@ def test_superseded_job_ends_for_good_only_with_a_successor(
 
 
 def test_a_disk_that_does_not_tell_what_was_saved_ends_no_budget(tmp_path: Path) -> None:
-    """At the time limit: the job is requeued, and its next start looks again."""
+    """At the time limit the job is requeued, and its next start looks again."""
 
     class Limited(TinyJob):
         auto_restarts, requeued = True, False

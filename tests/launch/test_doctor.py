@@ -1,4 +1,4 @@
-"""What the doctor measures before anything is submitted."""
+"""The doctor's measurements before a submission."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_the_save_that_is_timed_is_not_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one of a process imports what it needs, which takes far longer than the save itself."""
+    """The first save of a process imports modules, which takes far longer than the save."""
     now, durations, sizes, save = [0.0], iter([7.8, 0.2]), [], TrainStateManager.save
 
     def timed(self: TrainStateManager, *arguments: Any, **options: Any) -> None:
@@ -35,6 +35,6 @@ def test_the_save_that_is_timed_is_not_the_first(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(("cache", "warned"), [("/proc/self/cache", True), ("{here}/cache", False)])
 def test_a_cache_that_nodes_may_not_have_is_a_warning(tmp_path: Path, cache: str, warned: bool) -> None:
-    """They have the directory of the runs, and perhaps no home directory."""
+    """Nodes have the directory of the runs, and perhaps no home directory."""
     config = compose([*TINY, f"data.cache_dir={cache.format(here=tmp_path)}"]).config
     assert ["data.cache_dir" in str(each.remedy) for each in _cache_findings(config, tmp_path)] == [True] * warned

@@ -33,7 +33,7 @@ exec {python} -c 'from launch.job import start; start("{run}", "runner.training.
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB."""
+    """Mount a file system of 8 MiB."""
     directory = tmp_path / "disk"
     directory.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=8m,mode=755", "tmpfs", str(directory)]
@@ -44,7 +44,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def start_job(slurm: FakeSlurm, run: RunDir, restarts: int) -> bool:
-    """One start of job 12; whether the batch script requeued it."""
+    """Start job 12 once. Return whether the batch script requeued it."""
     slurm.shows_job(**{**RUNNING, "Restarts": str(restarts)})
     before = len(slurm.calls("scontrol requeue"))
     job = {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": str(restarts), "RUNNER_JOB_FOLDER": str(run.logs)}

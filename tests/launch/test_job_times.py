@@ -1,4 +1,4 @@
-"""When a job began and how long it waited, from what Slurm and the batch script report, damaged or not."""
+"""When a job began and how long it waited, from reports of Slurm and the batch script, damaged or not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["slurm"]
 
 @pytest.fixture
 def inside(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    """This process is in job 12."""
+    """Set the environment of job 12 for this process."""
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     return slurm
 
@@ -58,7 +58,7 @@ def test_the_wait_is_divided_by_slurms_own_times(
 def test_early_preemption_is_announced_to_the_process(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, state: str, preempted: str, told: bool
 ) -> None:
-    """Its signal went to the processes that there were. With PreemptMode=CANCEL nobody else requeues the job."""
+    """Its signal reached the processes of that time. With PreemptMode=CANCEL nothing else requeues the job."""
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(processes, "send_signal", lambda pid, signum: sent.append((pid, signum)))
     times = {"StartTime": "2026-01-01T12:00:07", "PreemptTime": preempted}
@@ -68,7 +68,7 @@ def test_early_preemption_is_announced_to_the_process(
 
 
 def test_record_of_a_reused_job_id_says_nothing(inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm has lost this one: neither the wait of the later job is its own, nor a preemption of that."""
+    """Slurm has lost this job: neither the wait nor a preemption of the later job belongs to it."""
     sent: list[int] = []
     monkeypatch.setattr(processes, "send_signal", lambda pid, signum: sent.append(signum))
     at = dict.fromkeys(("SubmitTime", "EligibleTime", "StartTime", "PreemptTime"), "2026-01-01T12:00:00")
@@ -86,7 +86,7 @@ def test_where_slurm_does_not_answer_the_wait_is_not_known(inside: FakeSlurm) ->
 def test_the_job_began_with_its_batch_script_on_this_machine(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The seconds in which modules are loaded and srun starts are seconds of the job."""
+    """The seconds in which modules are loaded and srun starts belong to the job."""
     up, process = time.clock_gettime(time.CLOCK_BOOTTIME), processes.began()
     age = time.monotonic() - process
     monkeypatch.setenv(requeue.BATCH_BEGAN, f"{processes.boot_id()} {up - age - 30:.2f}")

@@ -37,7 +37,7 @@ def test_a_time_that_slurm_does_not_accept_is_an_error(text: str) -> None:
 
 
 def test_a_setting_of_slurm_may_itself_have_settings(slurm: FakeSlurm, runs: list[Path]) -> None:
-    """As on most clusters; what does not belong to the table is no setting."""
+    """Settings contain settings on most clusters. Lines outside the table are no settings."""
     scheduled = "bf_window=1440,default_queue_depth=1000"
     text = (
         f"Configuration data as of 2026-01-01\nMaxArraySize            = 2\nSchedulerParameters     = {scheduled}\n\n"
@@ -84,7 +84,7 @@ def test_all_errors_of_the_options_are_reported_at_once(slurm: FakeSlurm, runs: 
 
 
 def test_advice_of_sbatch_test_only_blocks_no_submission(slurm: FakeSlurm, runs: list[Path]) -> None:
-    """It refuses what sbatch queues (too few undrained nodes, a reservation soon)."""
+    """It refuses jobs that sbatch queues, because of too few undrained nodes or a reservation soon."""
     slurm.fails("sbatch_--test-only_", "allocation failure: Requested node configuration is not available\n")
     launcher = SlurmLauncher(partition="low")
     assert launcher.check(runs) == []
@@ -120,7 +120,7 @@ Reason=Gres=gpu:9 RealMemory=99999 [root@2026-01-01]
 def test_the_doctor_refuses_a_job_that_would_never_start(
     slurm: FakeSlurm, options: dict[str, Any], state: str, words: str | None
 ) -> None:
-    """sbatch lets some of them wait for ever, and `sbatch --test-only` accepts them."""
+    """Slurm lets some of them wait for ever, and `sbatch --test-only` accepts them."""
     slurm.prints("scontrol_show_partition", f"PartitionName=low Default=YES Nodes=n[1-2] State={state} TotalNodes=2\n")
     slurm.prints("scontrol_show_node", NODES)
     last = SlurmLauncher(**options).examine(None)[-1]

@@ -1,4 +1,4 @@
-"""Submitting runs and asking for their jobs, with Slurm's commands faked on PATH (slurm/ has the real ones)."""
+"""Submitting runs and looking up their jobs, with Slurm's commands faked on PATH (slurm/ has real ones)."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_limit_of_a_sweep_holds_when_more_of_it_is_submitted(slurm: FakeSlur
 def test_each_user_has_a_folder_of_jobs_that_nobody_else_writes(
     slurm: FakeSlurm, runs: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In shared outputs, with the umask of a group."""
+    """Use shared outputs, with a umask for a group."""
     before = os.umask(0o002)
     try:
         assert SlurmLauncher().launch(runs, "somewhere:attempt") == 0
@@ -91,7 +91,7 @@ def test_each_user_has_a_folder_of_jobs_that_nobody_else_writes(
 
 
 def test_a_folder_of_jobs_that_others_can_write_is_refused(slurm: FakeSlurm, runs: list[Path]) -> None:
-    """By the command and by the job: what its files name is run."""
+    """The command and the job check this, because they run programs that its files name."""
     folder = sweep_folder(runs[0])
     folder.mkdir()
     folder.chmod(0o777)
@@ -202,7 +202,7 @@ def test_submitted_jobs_are_kept_after_an_error(
 def test_the_environment_of_the_batch_script_reaches_the_ranks(
     slurm: FakeSlurm, runs: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With SBATCH_EXPORT=NONE, srun would give them none of it, not even Slurm's own variables."""
+    """With SBATCH_EXPORT=NONE, srun would pass none of it, not even Slurm's own variables."""
     monkeypatch.setenv("PYTHONPATH", "/my modules")
     (slurm.folder / "srun").write_text("#!/bin/sh\nenv\n")
     script = SlurmLauncher().preview(runs[:1])
@@ -227,7 +227,7 @@ def test_refused_submission_is_one_line_and_leaves_nothing(
 
 
 def test_a_refused_submission_removes_only_its_own_files(slurm: FakeSlurm, tmp_path: Path) -> None:
-    """Jobs that were accepted run already, and other commands submit runs of the same folder."""
+    """Accepted jobs run already, and other commands submit runs of the same folder."""
     runs = [tmp_path / "outputs" / f"run{index:02}" for index in range(12)]
     for run in runs:
         run.mkdir(parents=True)
@@ -260,7 +260,7 @@ def test_submission_is_cancelled_if_its_id_cannot_be_recorded(slurm: FakeSlurm, 
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_reused_id_of_a_submitted_job_is_not_taken_for_it(slurm: FakeSlurm, runs: list[Path], recorded: bool) -> None:
-    """Slurm has lost its state while the command slept: the stranger is neither the run's job nor cancelled."""
+    """Slurm lost its state while the command slept: the new job is neither the run's job nor cancelled."""
     slurm.prints("scontrol_show_job", job_line(JobName="theirs", SubmitTime=SUBMITTED, Command="/x/other.sh"))
     slurm.prints("squeue", "12|RUNNING|/x/.submission_file_0.sh\n")
     if not recorded:
@@ -275,7 +275,7 @@ def test_reused_id_of_a_submitted_job_is_not_taken_for_it(slurm: FakeSlurm, runs
 def test_a_users_sbatch_variables_do_not_override_the_config(
     slurm: FakeSlurm, runs: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """sbatch prefers its variables to the lines of the batch script; those that do not conflict stay."""
+    """Clear them: sbatch prefers its variables to the lines of the batch script. Those that do not conflict stay."""
     for name in ("NO_REQUEUE", "SIGNAL", "PARTITION", "TIMELIMIT", "GRES", "ACCOUNT"):
         monkeypatch.setenv(f"SBATCH_{name}", "theirs")
     (slurm.folder / "sbatch").write_text(f"#!/bin/sh\nenv >> {tmp_path}/env\necho Submitted batch job 12\n")
@@ -287,7 +287,7 @@ def test_a_users_sbatch_variables_do_not_override_the_config(
 
 
 def test_a_command_of_slurm_survives_the_signals_of_its_job(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its first moment on. They reach all its processes, in whatever session; a requeue is answered meanwhile."""
+    """Signals reach all processes of a job from the start, in any session. A requeue is answered all the same."""
     (slurm.folder / "scontrol").write_text("#!/bin/sh\nkill -USR2 $$; kill -INT $$; echo JobState=RUNNING\n")
 
     def start(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
@@ -304,7 +304,7 @@ def test_a_command_of_slurm_survives_the_signals_of_its_job(slurm: FakeSlurm, mo
 def test_a_users_squeue_filters_do_not_hide_a_live_job(
     slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """squeue reads them from its variables; a job that it does not list would be submitted a second time."""
+    """Clear squeue's variables. A job that it does not list would be submitted a second time."""
     for name in ("SQUEUE_PARTITION", "SQUEUE_USERS", "SLURM_TIME_FORMAT"):
         monkeypatch.setenv(name, "theirs")
     (slurm.folder / "squeue").write_text(f"#!/bin/sh\nenv > {tmp_path}/env\necho '{row('12', 'RUNNING').strip()}'\n")
@@ -344,7 +344,7 @@ echo Submitted batch job 12
 
 @pytest.mark.slow
 def test_two_shells_at_once_submit_one_job(slurm: FakeSlurm, tmp_path: Path) -> None:
-    """The second one waits while sbatch runs for the first, and then finds the job in the queue."""
+    """The second shell waits while sbatch runs for the first, and then finds the job in the queue."""
     (slurm.folder / "sbatch").write_text(SBATCH_THAT_WAITS.format(folder=slurm.folder))
     slurm.prints("squeue", row("12", "PENDING", "Resources"))
     run = tmp_path / "run"
@@ -421,7 +421,7 @@ def test_a_run_is_followed_while_its_job_is_completing(slurm: FakeSlurm, runs: l
 def test_a_finished_run_is_not_followed_to_the_end_of_its_job(
     slurm: FakeSlurm, runs: list[Path], job_id: str, slurm_state: str, since_s: float, state: str | None
 ) -> None:
-    """Which lingers, or finds what an earlier one has finished. But a longer run may have been submitted since."""
+    """Its job may linger, or find the run already finished. But a longer run may have been submitted since."""
     SlurmLauncher().launch(runs[:1], "somewhere:attempt")
     (runs[0] / "status.json").write_text(json.dumps({"state": "finished", "job_id": job_id}))
     (runs[0] / "finished.json").write_text('{"steps": 300}')
@@ -491,7 +491,7 @@ def test_query_refused_by_squeue_does_not_lose_the_jobs(slurm: FakeSlurm, runs: 
 
 
 def mark_of(run: Path) -> str:
-    """How the names of the marker files of a run's job begin."""
+    """Return the prefix of the names of the marker files of a run's job."""
     recorded = json.loads((run / "job.json").read_text())
     return requeue.mark(recorded["job_id"], recorded["submission"])
 
@@ -507,7 +507,7 @@ def test_a_malformed_count_of_failed_starts_hides_no_job(slurm: FakeSlurm, runs:
 
 
 def test_reason_of_a_failed_start_is_found_in_the_jobs_files(slurm: FakeSlurm, tmp_path: Path) -> None:
-    """In a sweep whose runs have several parents, that is beside the first of them."""
+    """In a sweep whose runs have several parents, they are next to the first run."""
     runs = [tmp_path / name / "run" for name in ("a", "b")]
     for run in runs:
         run.mkdir(parents=True)
@@ -544,7 +544,7 @@ def test_a_requeued_job_is_known_by_the_name_that_slurm_gave_it(slurm: FakeSlurm
 def test_a_job_that_has_come_to_the_id_of_ours_is_not_ours(
     time: str, user: int, name: str, restarts: int, state: str
 ) -> None:
-    """Slurm sets the submit time anew when it requeues a job; until then it must be the recorded one."""
+    """Slurm sets the submit time anew at a requeue. Until then it must be the recorded time."""
     ours = RecordedJob("12", str(os.getuid()), "run0", SUBMITTED)
     shown = row("12", state, restarts=restarts, SubmitTime=time, UserID=str(user), Name=name)
     same = user == os.getuid() and (time == SUBMITTED if restarts == 0 else name == "run0" and time >= SUBMITTED)
@@ -576,7 +576,7 @@ def test_job_without_a_submit_time_is_known_by_user_and_name(slurm: FakeSlurm, r
 def test_later_job_of_the_same_name_is_another_one(
     slurm: FakeSlurm, runs: list[Path], minutes: int, restarts: int, ours: bool
 ) -> None:
-    """Five minutes after ours was recorded, as clocks may differ; a requeue sets the time anew."""
+    """It was submitted five minutes after the record, since clocks may differ; a requeue sets the time anew."""
     slurm.fails("scontrol_show_job", "Unable to contact slurm controller\n")
     assert SlurmLauncher().launch(runs[:1], "somewhere:attempt") == 0
     recorded = json.loads((runs[0] / "job.json").read_text())["submitted"]
@@ -590,7 +590,7 @@ def test_later_job_of_the_same_name_is_another_one(
 def test_job_is_known_by_the_submission_in_its_batch_script(
     slurm: FakeSlurm, runs: list[Path], name: str, restarts: int, submitted: str
 ) -> None:
-    """Whatever it is called, and whenever it was requeued: sweeps of the same size have the same name."""
+    """Its name and requeues do not matter: sweeps of the same size have the same name."""
     slurm.shows_job(JobName="run0", SubmitTime=SUBMITTED)
     assert SlurmLauncher().launch(runs[:1], "somewhere:attempt") == 0
     own = json.loads((runs[0] / "job.json").read_text())["submission"]
@@ -601,7 +601,7 @@ def test_job_is_known_by_the_submission_in_its_batch_script(
 
 
 def test_task_requeued_before_its_array_is_known(slurm: FakeSlurm, runs: list[Path]) -> None:
-    """It was stopped right after sbatch: the time that Slurm tells is of the requeue of the task that it asks about."""
+    """It was stopped right after sbatch: the time from Slurm is the requeue time of the requested task."""
     slurm.prints("scontrol_show_job", "JobId=12 JobName=sweep Restarts=1 SubmitTime=2026-01-01T00:02:00\n")
     assert SlurmLauncher().launch(runs[:2], "somewhere:attempt") == 0
     tasks = [str(json.loads((run / "job.json").read_text())["job_id"]) for run in runs[:2]]
@@ -637,7 +637,7 @@ def test_job_that_trained_last_is_not_a_later_submission(slurm: FakeSlurm, runs:
 def test_job_recorded_by_its_attempt_is_known_by_an_old_id(
     slurm: FakeSlurm, runs: list[Path], submitted: str, known: bool
 ) -> None:
-    """Slurm had lost its state, and the command that submitted the run again was killed: the next submitted twice."""
+    """Slurm lost its state, and the command that resubmitted the run was killed: the next submitted twice."""
     earlier = {"job_id": "12", "user": str(os.getuid()), "name": "run0", "submit_time": SUBMITTED}
     (runs[0] / "job.json").write_text(json.dumps(earlier))
     status = {"job_id": "12", "job_name": "run0", "launcher": LAUNCHER, "updated": 1767225660.0}  # SUBMITTED + 60 s

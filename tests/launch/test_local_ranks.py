@@ -40,7 +40,7 @@ def records(run: Run) -> list[dict[str, Any]]:
 
 
 def ranks_of(run: Run) -> list[psutil.Process]:
-    """The processes of the ranks, in their order; the command starts others as well, such as git."""
+    """Return the processes of the ranks, in order. The command starts other processes as well, such as git."""
     assert run.process is not None
     found = []
     for child in psutil.Process(run.process.pid).children():
@@ -62,13 +62,13 @@ def held_at(run: Run, step: int, ranks: int | str) -> None:
 
 
 def most(ranks: str) -> int:
-    """What a range such as 1-4 takes on this machine, which has no GPU here."""
+    """Return the number of ranks for a range such as 1-4 on this machine, which has no GPU here."""
     first, last = map(int, ranks.split("-"))
     return min(max(len(os.sched_getaffinity(0)), first), last)
 
 
 def all_gone(processes: Sequence[psutil.Process]) -> bool:
-    """Whether they end; none is left, not even as a zombie that nobody waits for, within the patience of the tests."""
+    """Return whether all of them end within the patience of the tests. A zombie counts as left."""
     _, alive = psutil.wait_procs(list(processes), timeout=PATIENCE_S)
     return not alive
 
@@ -76,7 +76,7 @@ def all_gone(processes: Sequence[psutil.Process]) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_run_killed_on_one_three_and_two_ranks_is_identical(tmp_path: Path) -> None:
-    """Attempts with 1, 3, 2, 2, 3, 2 ranks and as many as are free, each ended in another way."""
+    """Make attempts with 1, 3, 2, 2, 3, 2 ranks and all free ranks, each ended in another way."""
     whole = Run(tmp_path / "whole", COMMON, env=NO_GPU)
     whole.finish()
     run = Run(tmp_path / "run", COMMON)
@@ -139,7 +139,7 @@ def test_run_killed_on_one_three_and_two_ranks_is_identical(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_all_ranks_at_once(tmp_path: Path) -> None:
-    """As it does in one process: what was committed stays, nothing is awaited."""
+    """This works as in one process: committed checkpoints stay, and nothing is awaited."""
     run = Run(tmp_path / "run", COMMON, env={"HELD_S": "1000"})
     held_at(run, 3, 2)
     ranks = ranks_of(run)
@@ -151,7 +151,7 @@ def test_a_second_ctrl_c_ends_all_ranks_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_signal_while_the_ranks_start_stops_them_in_order(tmp_path: Path) -> None:
-    """Their interpreters have no handlers yet: the signal waits, and is neither lost nor fatal."""
+    """The interpreters have no handlers yet: the signal waits, and is neither lost nor fatal."""
     run = Run(tmp_path / "run", [*COMMON, "launcher.ranks=2"])
     run.env = {**run.hold(3), **NO_GPU}
     run.start()
@@ -166,7 +166,7 @@ def test_a_signal_while_the_ranks_start_stops_them_in_order(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_each_run_of_a_sweep_has_its_ranks(tmp_path: Path) -> None:
-    """Two runs at a time with two ranks each."""
+    """Run two at a time, with two ranks each."""
     sweep = [*COMMON, "train.steps=6", f"run.root={tmp_path}", "launcher.slots=2", "launcher.gpus=[]"]
     output_of("-m", "runner", "-m", "seed=1,2", *sweep, "launcher.ranks=2")
     runs = [Run(path.parent, []) for path in tmp_path.glob("*/attempts.jsonl")]
@@ -178,7 +178,7 @@ def test_each_run_of_a_sweep_has_its_ranks(tmp_path: Path) -> None:
 
 
 def output_of(*words: str) -> str:
-    """What a Python command prints, which must succeed."""
+    """Return the output of a Python command, which must succeed."""
     process = psutil.Popen(
         [sys.executable, *words],
         stdout=-1,
@@ -210,7 +210,7 @@ def test_too_few_gpus_is_an_error_and_cores_are_shared(tmp_path: Path, monkeypat
 
 
 def test_torchrun_and_ranks_of_its_own_do_not_go_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each rank of torchrun would start as many again."""
+    """Otherwise each rank of torchrun would start as many ranks again."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (error,) = LocalLauncher(ranks=2).check([tmp_path])
@@ -221,7 +221,7 @@ def test_torchrun_and_ranks_of_its_own_do_not_go_together(tmp_path: Path, monkey
 def test_the_preview_of_several_ranks_is_a_command_to_be_pasted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What torchrun would start is the same attempt."""
+    """Compare with the attempt that torchrun would start."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     shown = LocalLauncher(ranks=3, command=["python", "-m", "a"]).preview([tmp_path])
     assert shown == f"python -m torch.distributed.run --standalone --nproc-per-node=3 -m a {tmp_path}"
@@ -255,7 +255,7 @@ def status_of(attempt: RankProcesses) -> int:
 def test_rank_0_prints_and_the_others_show_their_errors(
     start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Three progress bars in one terminal are none; an error must be seen, whoever has it."""
+    """Three progress bars in one terminal are unreadable; an error must be visible, whichever rank has it."""
     code = "print('out', rank, flush=True); say('err', rank); sys.exit(3 * (rank == 0))"
     assert status_of(start(code)) == 3
     shown = capfd.readouterr()
@@ -269,7 +269,7 @@ def test_rank_0_prints_and_the_others_show_their_errors(
 
 
 def test_ranks_know_their_place(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
-    """What torchrun would set; the port is the same for all."""
+    """They have the variables of torchrun; the port is the same for all."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     assert status_of(start(f"say(*[os.environ[name] for name in {names!r}])")) == 0
     lines = sorted(line.split() for line in capfd.readouterr().err.splitlines())
@@ -285,7 +285,7 @@ def test_a_rank_that_does_not_follow_the_others_is_killed(start: Start) -> None:
 
 
 def test_without_rank_0_the_others_are_killed(start: Start) -> None:
-    """Only rank 0 writes: there is nothing that the others could still do."""
+    """Only rank 0 writes: the others have nothing left to do."""
     attempt = start("os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else time.sleep(3600)")
     assert status_of(attempt) == 128 + signal.SIGKILL
     (line,) = attempt.losses()

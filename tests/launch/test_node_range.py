@@ -1,4 +1,4 @@
-"""Jobs of several sizes (`launcher.nodes=1-4`), with Slurm's commands faked on PATH (slurm/ has the real ones)."""
+"""Jobs of several sizes (`launcher.nodes=1-4`), with Slurm's commands faked on PATH (slurm/ has real ones)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["runs", "slurm"]
 
 
 def variables(slurm: FakeSlurm, launcher: SlurmLauncher, run: Path, **given: str) -> dict[str, str]:
-    """What srun would get from the batch script of a start with the variables `given` by Slurm."""
+    """Return the variables that srun gets from the batch script of a start, with Slurm's variables `given`."""
     (slurm.folder / "srun").write_text("#!/bin/sh\nenv\n")
     (run / "logs").mkdir(exist_ok=True)
     env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "12", "MASTER_PORT": "1", **given}
@@ -30,7 +30,7 @@ def variables(slurm: FakeSlurm, launcher: SlurmLauncher, run: Path, **given: str
 
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_srun_starts_tasks_on_all_nodes_of_this_start(slurm: FakeSlurm, runs: list[Path], nodes: int) -> None:
-    """Their number is not known before: Slurm sets a job's number of nodes anew at each start."""
+    """The number is not known before: Slurm sets a job's number of nodes anew at each start."""
     launcher = SlurmLauncher(nodes="1-4", tasks_per_node=2)
     found = variables(slurm, launcher, runs[0], SLURM_JOB_NUM_NODES=str(nodes), SLURM_NTASKS="1")
     assert found["SLURM_NTASKS"] == str(2 * nodes)
@@ -38,7 +38,7 @@ def test_srun_starts_tasks_on_all_nodes_of_this_start(slurm: FakeSlurm, runs: li
 
 
 def test_job_of_several_sizes_is_submitted_without_a_task_count(slurm: FakeSlurm, runs: list[Path]) -> None:
-    """Slurm would take it for a limit of the nodes, and remember that of the last start at a requeue."""
+    """Slurm would read a count as a limit of the nodes, and remember that of the last start at a requeue."""
     script = SlurmLauncher(nodes="1-4", tasks_per_node=2, cpus_per_task=3, gpus_per_task=1).preview(runs[:1])
     for option in ("nodes=1-4", "mincpus=6", "gpus-per-node=2", "cpus-per-task=3"):
         assert f"#SBATCH --{option}\n" in script, option
@@ -83,12 +83,12 @@ def test_a_size_that_slurm_cannot_give_is_an_error(
 
 
 def test_a_range_may_exceed_the_nodes_that_there_are(slurm: FakeSlurm, runs: list[Path]) -> None:
-    """Slurm gives such a job what there is."""
+    """Slurm assigns such a job the nodes that exist."""
     assert SlurmLauncher(partition="low", nodes="1-7").check(runs) == []
 
 
 def test_without_a_global_batch_nothing_is_submitted(slurm: FakeSlurm, tmp_path: Path) -> None:
-    """The batch, and with it the result, would follow the nodes."""
+    """The batch, and with it the result, would depend on the number of nodes."""
     words = ["launcher=slurm", "launcher.nodes=1-2", *TINY, "sampler=elastic", f"run.root={tmp_path / 'outputs'}"]
     with pytest.raises(UserError) as raised:
         start(words)

@@ -16,7 +16,7 @@ from runner.errors import UserError
     ("value", "numbers"), [(3, [3]), ("3", [3]), ("1-4", [1, 2, 3, 4]), (" 2 - 2 ", [2]), ("7-8", [7, 8])]
 )
 def test_a_number_or_a_range(value: object, numbers: list[int]) -> None:
-    """A number is a range of one."""
+    """Read a number as a range of one."""
     assert list(parse("launcher.ranks", value)) == numbers
 
 
@@ -24,7 +24,7 @@ def test_a_number_or_a_range(value: object, numbers: list[int]) -> None:
     "value", [0, -1, True, None, 1.5, [1, 2], "", "x", "1-", "-4", "4-1", "0-4", "1-2-3", "9999999"]
 )
 def test_other_values_are_refused_in_one_line(value: object) -> None:
-    """The error names the option, the value and what is allowed."""
+    """Name the option, the value and the allowed values."""
     with pytest.raises(UserError) as raised:
         parse("launcher.ranks", value)
     (line,) = str(raised.value).splitlines()
@@ -33,13 +33,13 @@ def test_other_values_are_refused_in_one_line(value: object) -> None:
 
 
 def config(kind: SamplerKind = SamplerKind.elastic, rank_invariant: bool | None = False, **train: Any) -> Config:
-    """A config of one source, with these settings of `train`."""
+    """Make a config of one source, with these settings of `train`."""
     options = TrainConfig(batch_size=2, rank_invariant=rank_invariant, **train)
     return Config(train=options, sampler=SamplerConfig(kind=kind))
 
 
 def test_varying_ranks_need_the_same_batches() -> None:
-    """Otherwise another number of ranks would train other batches, and the run would no longer be the same one."""
+    """Otherwise another number of ranks would train on other batches, and the run would not be the same."""
     several = RankCounts(range(1, 5), "launcher.ranks=1-4")
     assert rank_count_errors(several, config(global_batch_size=24)) == []
     # Rank-invariant training deals out micro-batches, and some ranks may have one more than others.

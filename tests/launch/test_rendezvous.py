@@ -45,7 +45,7 @@ def test_ranks_and_rendezvous_follow_from_slurm_alone(inside: FakeSlurm, monkeyp
 
 @contextmanager
 def port_in_use() -> Iterator[int]:
-    """A port on which somebody listens, while nobody does on the next one."""
+    """Yield a port with a listener, followed by a free port."""
     while True:
         with socket.socket() as taken, socket.socket() as free:
             taken.bind(("", 0))

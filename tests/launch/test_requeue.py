@@ -1,4 +1,4 @@
-"""When a job is requeued, by whom, and under which cause (docs/slurm.md), with Slurm's commands faked on PATH."""
+"""When a job is requeued, by which process, and under which cause (docs/slurm.md), with fake Slurm commands on PATH."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SILENT = "Unable to contact slurm controller\n"
 # The cause of a stop
 
 
-# What really arrives, as measured on a real cluster, and how the job is then requeued: Slurm would requeue a cancelled
+# The signals as measured on a real cluster, and how the job is then requeued. Slurm would requeue a cancelled
 # job as well, unless it is asked for a job that is not over (`incomplete`).
 CAUSES = [
     (signal.SIGTERM, {**RUNNING, "PreemptTime": AT}, "preempted", "incomplete 12_1"),
@@ -57,7 +57,7 @@ CAUSES = [
     # The batch script or the node was lost, and this process lives on.
     (signal.SIGTERM, {**ENDING, "Reason": "JobLaunchFailure"}, "node failure", "12_1"),
     (signal.SIGTERM, {**ENDING, "Reason": "NodeDown"}, "node failure", "12_1"),
-    # Not a limit that was reached: why it waited when it was cancelled.
+    # Not a limit that was reached: the reason for its wait when it was cancelled.
     (signal.SIGTERM, {**ENDING, "Reason": "BeginTime"}, "cancelled", None),
 ]
 
@@ -102,7 +102,7 @@ def test_cause_follows_from_the_signal_if_slurm_is_silent(inside: FakeSlurm) -> 
 def test_a_signal_long_before_the_time_limit_is_not_its_notice(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, end: str, cause: str
 ) -> None:
-    """`scancel --signal=USR2`, by hand."""
+    """Such a signal comes from `scancel --signal=USR2`, by hand."""
     monkeypatch.setattr(clock, "wall", lambda: datetime.fromisoformat(f"{AT}+00:00").timestamp())
     inside.shows_job(**{**RUNNING, "EndTime": end})
     here = job.SlurmJob(notice_s=120)
@@ -143,7 +143,7 @@ def test_a_kill_is_told_apart_from_a_lost_node(
 def test_restart_without_a_signal_is_a_lost_node_if_one_was(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, node: str, cause: str
 ) -> None:
-    """A job that is requeued while it is suspended gets no chance to note the cause either."""
+    """A job that is requeued while suspended has no chance to note the cause either."""
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     inside.prints("scontrol_show_node", f"NodeName=n1 {node}\n")
     before = {"job_id": "12_1", "restart_count": 0, "node": "n1", "started": 1767225600.0}
@@ -180,7 +180,7 @@ def test_a_job_that_has_come_to_the_id_of_this_one_is_left_alone(
     fields: dict[str, str],
     ours: bool,
 ) -> None:
-    """Its state is not this job's, and it is not requeued: neither by a rank nor by the batch script."""
+    """Its state is not this job's state, and neither a rank nor the batch script requeues it."""
     own = {"JobName": "mine", "UserId": f"me({os.getuid()})", **RUNNING, "Restarts": "1"}
     script = {"SubmitTime": "2000-01-01T00:00:00", "Command": f"/x/.submission_file_{OWN}-1.sh"}
     for name, value in {"RESTART_COUNT": "1", "JOB_NAME": "mine", "JOB_UID": str(os.getuid())}.items():
@@ -216,7 +216,7 @@ def test_a_signal_before_the_attempt_has_handlers_is_remembered(inside: FakeSlur
 def test_step_longer_than_the_notice_requeues_before_the_kill(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing else would; and an attempt whose timer requeued the job keeps its cause."""
+    """Nothing else would requeue it. An attempt whose timer requeued the job keeps its cause."""
     monkeypatch.setattr(requeue, "KILL_MARGIN_S", 3600.0)  # the end is nearer than that: at once
     soon = (requeue.utc_now() + timedelta(minutes=1)).isoformat(timespec="seconds")
     inside.shows_job(**RUNNING, EndTime=soon)
@@ -235,7 +235,7 @@ def test_step_longer_than_the_notice_requeues_before_the_kill(
 
 
 def test_timer_and_end_of_an_attempt_requeue_once(inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second request would bring back a job that was cancelled after the first."""
+    """A second request would bring back a job that was cancelled after the first."""
     inside.shows_job(**RUNNING)
     here, asked = job.SlurmJob(), threading.Event()
 
@@ -270,7 +270,7 @@ def test_job_cancelled_during_its_notice_is_not_requeued(inside: FakeSlurm, monk
 
 
 def test_nothing_is_requeued_while_slurm_does_not_answer(inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job may have been cancelled: to requeue it on a guess would undo what a person wanted."""
+    """The job may have been cancelled: a requeue on a guess would undo a person's decision."""
     inside.fails("scontrol_show_job", SILENT)
     pauses: list[float] = []
 
@@ -303,7 +303,7 @@ def test_job_cancelled_just_before_its_requeue_stays_cancelled(
 def test_job_ended_by_slurm_before_its_requeue_is_requeued(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, end: dict[str, str]
 ) -> None:
-    """To make room, or at its time limit: a request for a job that runs then does nothing, and succeeds."""
+    """It ended to make room, or at its time limit: a request for a job that runs then has no effect, and succeeds."""
     inside.shows_job(**RUNNING)
     ask = scheduler.requeue
 
@@ -317,7 +317,7 @@ def test_job_ended_by_slurm_before_its_requeue_is_requeued(
 
 
 def test_request_counts_once_slurm_has_reported_the_job(inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have ended just before, so that the request did nothing; and Slurm may not answer when asked again."""
+    """It may have ended just before, so that the request had no effect. Slurm may not answer the second query."""
     inside.shows_job(**RUNNING)
     ask = scheduler.requeue
 
@@ -337,7 +337,7 @@ def test_request_counts_once_slurm_has_reported_the_job(inside: FakeSlurm, monke
 def test_slurm_command_that_cannot_start_has_not_answered(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
-    """A machine that is short of processes, a path in another encoding: the job is asked for again."""
+    """The machine is short of processes, or a path has another encoding: the job is looked up again."""
     inside.shows_job(**RUNNING)
     monkeypatch.setattr(clock, "sleep", lambda seconds: None)
     answer = b"JobState=RUNNING PreemptTime=None Command=/\\351\\n"
@@ -359,7 +359,7 @@ def test_a_job_is_requeued_although_the_sites_default_is_not_to(inside: FakeSlur
 
 
 def test_silent_controller_does_not_count_as_a_refusal(inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it is away: to exit then would end the job for good."""
+    """An exit in any of this time would end the job for good."""
     inside.fails("scontrol_show_job", SILENT)
     pauses = 0
 
@@ -377,7 +377,7 @@ def test_silent_controller_does_not_count_as_a_refusal(inside: FakeSlurm, monkey
 def test_a_job_that_slurm_has_lost_is_not_waited_for_for_ever(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """There is nothing left to requeue. One answer may be that of a controller that has not read its state yet."""
+    """There is nothing to requeue. A single answer may come from a controller that has not read its state yet."""
     lost = "slurm_load_jobs error: Invalid job id specified\n"
     inside.fails("scontrol_show_job", lost)
     pauses: list[float] = []
@@ -459,7 +459,7 @@ def test_impossible_requeues_are_left_to_the_batch_script(
 def test_batch_script_learns_how_a_rank_ended_the_job(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, decides: bool
 ) -> None:
-    """But not from a rank that ends because another one did."""
+    """A rank that ends because another one did reports nothing."""
     monkeypatch.setenv("RUNNER_JOB_FOLDER", str(tmp_path))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -495,7 +495,7 @@ def test_batch_script_learns_how_a_rank_ended_the_job(
 def test_attempt_that_cannot_be_imported_waits_for_a_start(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, reason: str
 ) -> None:
-    """The environment may be on a file system that works again by then; the batch script counts such starts."""
+    """The environment may work again by then. The batch script counts such starts."""
     monkeypatch.setenv("RUNNER_JOB_FOLDER", str(tmp_path))
     monkeypatch.setattr(job.SlurmJob, "catch_signals", lambda self: None)
     monkeypatch.setattr(rendezvous, "export", Mock(side_effect=error))
@@ -510,7 +510,7 @@ def test_attempt_that_cannot_be_imported_waits_for_a_start(
 def test_an_attempt_knows_which_submission_its_job_is_of(
     slurm: FakeSlurm, inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """From what the command wrote for it, the same name as in job.json."""
+    """It reads the name that the command wrote, the same as in job.json."""
     run = tmp_path / "run"
     run.mkdir()
     slurm.shows_job(JobName="run")
@@ -534,7 +534,7 @@ def test_an_attempt_knows_which_submission_its_job_is_of(
 def test_reused_job_id_does_not_do_the_earlier_jobs_work(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: bool
 ) -> None:
-    """It finds its file by the id: of another run, perhaps, until the command has renamed that of this job."""
+    """The job finds its file by id. Until the command has renamed its file, that may be another run's."""
     monkeypatch.setenv("RUNNER_JOB_FOLDER", str(tmp_path))
     monkeypatch.setenv("REQUEUE_SUBMISSION", OWN)
     monkeypatch.setattr(job.SlurmJob, "catch_signals", lambda self: None)
@@ -621,9 +621,9 @@ def batch_script(
     requeue_killed: bool = True,
     submission: str = "",
 ) -> int:
-    """Run the batch script of a run as task 1 of array 12, with `srun` as its ranks; its exit status.
+    """Run the batch script as task 1 of array 12, with `srun` as its ranks. Return its exit status.
 
-    Besides `left`, it leaves nothing but the count of failed starts.
+    Check that apart from `left`, only the count of failed starts is left.
     """
     (slurm.folder / "srun").write_text(f"#!/bin/sh\n{srun}\n")
     (run / "logs").mkdir(parents=True, exist_ok=True)
@@ -673,7 +673,7 @@ def test_batch_script_requeues_a_job_with_a_killed_rank(
     requeued: bool,
     after: int,
 ) -> None:
-    """Also after a setup as strict as a user's may be; the tests below have none."""
+    """Include a setup as strict as a user's may be; the tests below have none."""
     slurm.prints("scontrol_show_job", job_line(**state) + "\n")
     starts = requeue.starts_file(tmp_path / "run" / "logs", "12_1")
     starts.parent.mkdir(parents=True)
@@ -700,7 +700,7 @@ def test_batch_script_requeues_a_job_with_a_killed_rank(
 def test_the_batch_script_requeues_what_slurm_ends_just_before(
     slurm: FakeSlurm, tmp_path: Path, end: dict[str, str], again: bool
 ) -> None:
-    """Between its look and its request, which Slurm then calls a success and ignores; not if it was cancelled."""
+    """Slurm calls a request between two looks a success and ignores it. A cancelled job is not requeued."""
     (slurm.folder / "scontrol_requeue_incomplete.then").write_text("scontrol_show_job.out")
     slurm.prints("scontrol", job_line(**{**ENDING, **end}))
     slurm.shows_job(**RUNNING)
@@ -710,7 +710,7 @@ def test_the_batch_script_requeues_what_slurm_ends_just_before(
 
 
 def test_the_batch_script_does_not_requeue_what_a_rank_decided(slurm: FakeSlurm, tmp_path: Path) -> None:
-    """Whatever happens to the other ranks then."""
+    """The other ranks do not matter then."""
     slurm.shows_job(**RUNNING)
     verdict = requeue.verdict_file(tmp_path / "run" / "logs", "12_1", 0)
     verdict.parent.mkdir(parents=True)
@@ -736,7 +736,7 @@ def test_a_verdict_of_an_earlier_start_decides_nothing(
 
 
 def test_leftovers_of_a_reused_job_id_decide_nothing(slurm: FakeSlurm, tmp_path: Path) -> None:
-    """Slurm has lost it, and one of its ranks ends while this job, of a later submission of the run, works already."""
+    """Slurm lost that job. One of its ranks ends while this job, a later submission of the run, already works."""
     slurm.shows_job(**RUNNING)
     logs = tmp_path / "run" / "logs"
     theirs = requeue.mark("12_1", THEIRS)
@@ -753,7 +753,7 @@ def test_leftovers_of_a_reused_job_id_decide_nothing(slurm: FakeSlurm, tmp_path:
 def test_batch_script_requeues_against_the_sites_default(
     slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once: the job may be killed before the pause between two requests is over."""
+    """Request it at once: the job may be killed before the pause between two requests is over."""
     monkeypatch.setattr(requeue, "SCRIPT_TRIES", 1)
     slurm.shows_job(**RUNNING)
     slurm.fails("scontrol_requeue_incomplete", "Requested operation is presently disabled for job 12_1\n")
@@ -780,7 +780,7 @@ def test_a_setup_that_fails_ends_the_job(slurm: FakeSlurm, tmp_path: Path) -> No
 def test_a_command_of_the_setup_that_fails_ends_the_job(
     slurm: FakeSlurm, tmp_path: Path, setup: list[str], failed: str
 ) -> None:
-    """Not one in a file that is sourced, nor in a condition, nor one that a signal has ended."""
+    """Exceptions are commands in a sourced file or a condition, and commands that a signal has ended."""
     slurm.shows_job(**RUNNING)
     (tmp_path / "script").write_text("false\ntrue\n")
     ran = tmp_path / "ran"
@@ -798,7 +798,7 @@ def test_a_command_of_the_setup_that_fails_ends_the_job(
 def test_a_setup_that_reaches_the_time_limit_ends_the_job(
     slurm: FakeSlurm, tmp_path: Path, strict: list[str], state: dict[str, str]
 ) -> None:
-    """Slurm's signal ends its command. After a preemption, the ranks do what is asked for."""
+    """Slurm's signal ends its command. After a preemption, the ranks handle the request."""
     slurm.shows_job(**state)
     starts = requeue.starts_file(tmp_path / "run" / "logs", "12_1")
     ran, limit = tmp_path / "ran", "Reason" in state and state["Reason"] == "TimeLimit"
@@ -813,7 +813,7 @@ def test_a_setup_that_reaches_the_time_limit_ends_the_job(
 def test_the_batch_script_waits_for_a_controller_that_is_away(
     slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends no job while it is away, and cannot requeue one either."""
+    """A missing controller ends no job, and cannot requeue one either."""
     monkeypatch.setattr(requeue, "SCRIPT_PAUSE_S", 0.1)
     slurm.shows_job(**RUNNING)
     slurm.fails("scontrol_show_job", SILENT)
@@ -839,7 +839,7 @@ def test_the_batch_script_waits_for_a_controller_that_is_away(
 def test_batch_script_gives_up_waiting_for_a_lost_job(
     slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It would keep the node for an hour."""
+    """Otherwise it would keep the node for an hour."""
     monkeypatch.setattr(requeue, "SCRIPT_PAUSE_S", 0.01)
     slurm.fails("scontrol_show_job", "slurm_load_jobs error: Invalid job id specified\n")
     assert batch_script(slurm, tmp_path / "run", "exit 137", []) == 137
@@ -851,7 +851,7 @@ def test_batch_script_gives_up_waiting_for_a_lost_job(
 def test_starts_that_fail_early_are_given_up_with_a_reason(
     slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a disk that stays full: what a rank could not record in the run directory is shown all the same."""
+    """On a disk that stays full, for example, the reason that a rank could not record is shown all the same."""
     run = tmp_path / "run"
     launcher = SlurmLauncher()
     rank = (
@@ -900,7 +900,7 @@ def test_uncountable_failed_starts_make_all_restarts_count(
 def test_the_batch_script_keeps_a_count_that_it_cannot_read(
     slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until it can, all restarts are the budget."""
+    """Until it can read it, the limit is on all restarts."""
     starts = requeue.starts_file(tmp_path / "run" / "logs", "12_1")
     starts.parent.mkdir(parents=True)
     starts.write_text(f"{'2 a reason':{requeue.NOTE_BYTES}}\n")
@@ -921,7 +921,7 @@ def test_the_batch_script_keeps_a_count_that_it_cannot_read(
 def test_preemptions_leave_the_file_that_counts_failed_starts(
     slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    """On a disk that is full at the next start it could not be created again, only overwritten."""
+    """On a disk that is full at the next start it could be overwritten, but not created again."""
     run = tmp_path / "run"
     starts = requeue.starts_file(run / "logs", "12_1")
     verdict = run / "logs" / "12_1.$SLURM_RESTART_COUNT.verdict"
@@ -941,7 +941,7 @@ def test_preemptions_leave_the_file_that_counts_failed_starts(
 def test_without_requeue_killed_only_interruptions_requeue(
     slurm: FakeSlurm, tmp_path: Path, status: int, requeued: bool
 ) -> None:
-    """A rank that has saved and could not ask Slurm itself, in a container perhaps, was not killed."""
+    """A rank that saved but could not ask Slurm, perhaps in a container, was not killed."""
     slurm.shows_job(**RUNNING)
     assert batch_script(slurm, tmp_path / "run", f"exit {status}", [], requeue_killed=False) == status
     assert slurm.calls("scontrol requeue") == (["scontrol requeue incomplete 12_1"] if requeued else [])

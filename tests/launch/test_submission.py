@@ -1,4 +1,4 @@
-"""A job that Slurm has accepted is never lost from sight: one job per run remains, whatever ends the command."""
+"""A job that Slurm has accepted is never lost: one job per run remains, whatever ends the command."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LOST = "echo 'sbatch: error: Batch job submission failed: Socket timed out on se
 
 
 class Queue:
-    """A Slurm that remembers what it has accepted."""
+    """A fake Slurm that remembers the jobs it has accepted."""
 
     def __init__(self, slurm: FakeSlurm) -> None:
         self.slurm = slurm
@@ -53,7 +53,7 @@ class Queue:
         return [line.partition("|")[0] for line in (self.slurm.folder / "queue").read_text().splitlines()]
 
     def then(self, what: str) -> None:
-        """What sbatch does once Slurm has accepted the job."""
+        """Set the action of sbatch after Slurm has accepted the job."""
         (self.slurm.folder / "then").write_text(f"{what}\n")
 
     def calls(self, *names: str) -> list[str]:
@@ -78,7 +78,7 @@ def notes(runs: Sequence[Path]) -> list[bool]:
 
 
 def killed_at_job_json(monkeypatch: pytest.MonkeyPatch, which: int) -> Callable[[], None]:
-    """The command ends when it would write a job.json, the one with this number; what undoes that."""
+    """End the command at its job.json number `which`. Return a function that undoes this."""
     write, count = files.write_json, 0
 
     def writes(path: Path, value: Any, **options: Any) -> None:
@@ -112,7 +112,7 @@ def test_unrecorded_job_is_cancelled_before_another_submission(
 def test_only_unrecorded_tasks_of_an_array_are_cancelled(
     queue: Queue, runs: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next command may be about some of the runs, in another order."""
+    """The next command may name some of the runs, in another order."""
     again = killed_at_job_json(monkeypatch, 3)
     with pytest.raises(KeyboardInterrupt):
         launch(runs)
@@ -178,7 +178,7 @@ def test_a_lost_answer_is_not_a_refusal(
 
 @pytest.mark.parametrize("then", ["rm -f $(dirname $1)/*-0.json", "echo hello; exit 0"])
 def test_a_job_that_cannot_be_recorded_is_cancelled_at_once(queue: Queue, runs: list[Path], then: str) -> None:
-    """The disk refuses to rename its files, or nobody understands what sbatch says."""
+    """The disk refuses to rename its files, or the answer of sbatch is unreadable."""
     queue.then(then)
     assert launch(runs[:1]) == ExitStatus.USAGE
     assert queue.calls("sbatch", "scancel") == ["sbatch", "scancel"]
@@ -220,7 +220,7 @@ def test_a_full_disk_is_found_before_anything_is_submitted(
 def test_a_job_of_another_user_is_named_and_nothing_is_submitted(
     queue: Queue, runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They share the directory; Slurm lets nobody else cancel it."""
+    """They share the directory; Slurm lets no other user cancel it."""
     again = killed_at_job_json(monkeypatch, 1)
     with pytest.raises(KeyboardInterrupt):
         launch(runs[:1])
@@ -236,7 +236,7 @@ def test_a_job_of_another_user_is_named_and_nothing_is_submitted(
 def test_superseded_command_spares_its_successors_job(
     queue: Queue, runs: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which has submitted it and is about to record it."""
+    """The successor has submitted it and is about to record it."""
     killed_at_job_json(monkeypatch, 1)
     with pytest.raises(KeyboardInterrupt):
         launch(runs[:1])
@@ -252,7 +252,7 @@ def test_superseded_command_spares_its_successors_job(
 
 @pytest.mark.parametrize("refused", [True, False])
 def test_a_superseded_command_leaves_the_note_of_its_successor(queue: Queue, runs: list[Path], refused: bool) -> None:
-    """Which began to submit the run while sbatch worked for this one."""
+    """The successor began to submit the run while sbatch worked for this one."""
     other = RunDir(runs[0]).submitting("f" * 32)
     queue.then(f"echo '{{}}' > {other}" + ("; echo Invalid qos >&2; exit 1" if refused else ""))
     assert launch(runs[:1]) == (ExitStatus.USAGE if refused else 0)
@@ -308,7 +308,7 @@ def test_job_not_recorded_yet_is_the_runs_own(queue: Queue, runs: list[Path]) ->
 def test_unrecorded_job_with_a_reused_id_is_cancelled(
     queue: Queue, runs: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm had lost its state, and gave the ids again."""
+    """Slurm had lost its state, and assigned the ids again."""
     again = killed_at_job_json(monkeypatch, 1)
     with pytest.raises(KeyboardInterrupt):
         launch(runs[:1])
@@ -320,7 +320,7 @@ def test_unrecorded_job_with_a_reused_id_is_cancelled(
 
 
 def test_refusing_disk_leaves_the_work_to_the_next_command(queue: Queue, runs: list[Path]) -> None:
-    """Neither the files of the job can be renamed, nor can Slurm be asked, nor the note be read by the next command."""
+    """Neither the files of the job can be renamed, nor Slurm be asked, nor the next command read the note."""
     queue.then(f"rm -f $(dirname $1)/*-0.json; touch {queue.slurm.folder}/silent")
     assert launch(runs[:1]) == ExitStatus.INTERRUPTED
     queue.then("")
@@ -361,7 +361,7 @@ def test_only_jobs_that_are_not_over_are_live(slurm: FakeSlurm) -> None:
 def test_directory_of_a_run_with_a_possible_job_is_kept(
     command: Command, queue: Queue, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """Although the run is new: its job may run already."""
+    """The job of the new run may already be running."""
     arguments = ("launcher=slurm", "launcher.check_folder=false", "experiment=smoke", "run.dir=a")
     if end == "killed":
         again = killed_at_job_json(monkeypatch, 1)

@@ -1,4 +1,4 @@
-"""What a command looks at first: finished and queued runs need no scheduler, and a refusal leaves nothing behind."""
+"""What a command checks first: finished and queued runs need no scheduler, and a refusal leaves no files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention stays inside documents: in the shipped GPT, in Hugging Face's models, and else the row is refused."""
+"""Attention stays inside documents, in the shipped GPT and in Hugging Face models; otherwise the row is refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ each_model = pytest.mark.parametrize("name", MODELS)
 
 
 def packed(rows: list[list[int]] = ROWS, seed: int = 0) -> dict[str, Any]:
-    """Rows of random documents; documents are numbered from 0 in each row."""
+    """Make rows of random documents, numbered from 0 in each row."""
     tokens = torch.randint(1, V, (len(rows), T), generator=torch.Generator().manual_seed(seed))
     batch = {"input_ids": tokens, "labels": torch.full((len(rows), T), -100)}
     batch |= {"position_ids": torch.zeros(len(rows), T).long(), "document_ids": torch.full((len(rows), T), -1)}
@@ -81,7 +81,7 @@ def starts(lengths: list[int]) -> list[int]:
 
 @each_model
 def test_a_document_in_a_row_is_as_if_it_were_alone(name: str) -> None:
-    """Its logits are, and the loss of the row is the mean over the labels of all documents."""
+    """Its logits are equal, and the row's loss is the mean over the labels of all documents."""
     model, batch = MODELS[name]().eval(), packed()
     batch["labels"][0, 4] = -100  # as in a turn of the user
     outputs = NextToken().evaluation_step(model, batch)
@@ -113,7 +113,7 @@ def test_no_bit_of_a_document_depends_on_the_rest_of_its_row(name: str) -> None:
 
 
 def test_rows_are_joined_where_only_that_separates_documents() -> None:
-    """As with flash attention, which is not on this machine: the condition is that of its code."""
+    """Flash attention does so. It is not on this machine; the condition is that of its code."""
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **given: Any) -> Any:
         positions, seen = given["position_ids"], torch.ones(query.shape[2], query.shape[2]).bool().tril()[None, None]
@@ -133,7 +133,7 @@ def test_rows_are_joined_where_only_that_separates_documents() -> None:
 
 
 class Gated(nn.Module):
-    """Takes positions and adds up all earlier tokens, by a gate that begins at zero."""
+    """A model that takes positions and adds up all earlier tokens, with a gate that begins at zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def test_positions_are_needed_beside_documents() -> None:
 
 @pytest.mark.parametrize("name", ["GPT", pytest.param("Llama, sdpa", marks=pytest.mark.slow)])
 def test_wrappers_change_nothing(name: str) -> None:
-    """Of torch.compile, DDP and FSDP2; also where the trial is made through them, and in the backward pass."""
+    """Wrap it by torch.compile, DDP and FSDP2, also for the trial and in the backward pass."""
     from torch.distributed.fsdp import fully_shard
 
     def sharded(model: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The model and its loss: causal, tied, initialised to depth, and per-sample losses that mean what they say."""
+"""The model and its loss: causal, tied, initialized by depth, and correct per-sample losses."""
 
 from __future__ import annotations
 

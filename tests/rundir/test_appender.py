@@ -1,4 +1,4 @@
-"""Records are truncated in place only where no other process can write to them, and a kill at any moment loses none."""
+"""Records are truncated in place only where no other process can write to them; no kill loses any."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from runner.system import files, processes
 
 @contextmanager
 def held(path: Path) -> Iterator[RunDir]:
-    """A run directory whose lease is held."""
+    """Make a run directory and hold its lease."""
     with Lease.acquire(RunDir(path).lease, None, 5.0) as lease:
         yield RunDir(path, lease.guard)
 
@@ -47,7 +47,7 @@ def announced_by(run: RunDir, **entries: Any) -> None:
 
 @pytest.fixture
 def dead() -> dict[str, Any]:
-    """What identified a process of this machine that has been killed."""
+    """Return the identity of a killed process of this machine."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     state = processes.state_of(process.pid)
     process.kill()
@@ -80,7 +80,7 @@ def test_dead_or_closed_records_append_nothing(run: RunDir, dead: dict[str, Any]
     ],
 )
 def test_of_any_other_process_that_is_not_certain(run: RunDir, dead: dict[str, Any], other: dict[str, Any]) -> None:
-    """Its machine may have lost the network only, or its last writes are still on their way to the file system."""
+    """Its machine may only have lost the network, or its last writes are still on their way to the file system."""
     announced_by(run, **{**({} if "open" in other else dead), **other})
     assert not nobody_appends(run)
 
@@ -122,7 +122,7 @@ def guard_of(run: RunDir) -> files.Guard:
 
 @pytest.mark.parametrize("maker", MAKERS)
 def test_waking_process_makes_no_directory_of_a_moved_run(tmp_path: Path, maker: str) -> None:
-    """The place has none of the run any more: a stray directory there could be taken for one."""
+    """A stray directory there could be taken for a run."""
     with held(tmp_path / "run") as run:
         run.path.rename(tmp_path / "elsewhere")
         with pytest.raises(SupersededError):
@@ -135,7 +135,7 @@ def lines(first: int, last: int) -> bytes:
 
 
 def write(run: RunDir, first: int, last: int) -> None:
-    """An attempt from the checkpoint before step `first`."""
+    """Write the records of an attempt from the checkpoint before step `first`."""
     writers = resume_records(run, first - 1)
     for writer in writers:
         for step in range(first, last + 1):
@@ -145,7 +145,7 @@ def write(run: RunDir, first: int, last: int) -> None:
 
 
 def test_what_is_truncated_in_place_stays_one_file(run: RunDir) -> None:
-    """So that `tail -f` and other tools continue with it; a file that has a second name is left as it is under that."""
+    """`tail -f` and other tools can continue. A file with a second name stays as it is under that name."""
     write(run, 1, 900)
     inode, size = run.metrics.stat().st_ino, run.metrics.stat().st_size
     write(run, 801, 900)
@@ -157,7 +157,7 @@ def test_what_is_truncated_in_place_stays_one_file(run: RunDir) -> None:
 
 
 def test_truncation_in_place_survives_a_power_failure(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise lines that were cut off could be found among those that are written in their place."""
+    """Otherwise lines that were cut off could reappear among the new lines."""
     write(run, 1, 9)
     synced: list[tuple[int, int]] = []
 
@@ -194,7 +194,7 @@ def test_only_the_end_of_the_records_is_read(run: RunDir, monkeypatch: pytest.Mo
 def test_killed_anywhere_while_it_truncates(
     tmp_path: Path, in_place: bool, stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL before a change: the next attempt has the lines up to its checkpoint, and each of its own once."""
+    """Send SIGKILL before a change: the next attempt has the lines up to its checkpoint, and each new line once."""
     monkeypatch.setattr(files, "fsync_fd", lambda fd: None)
     killed, at = True, 0
     while killed:
@@ -228,7 +228,7 @@ def quick() -> Iterator[None]:
 
 @pytest.mark.usefixtures("quick")
 def test_end_of_another_command_does_not_touch_the_attempt(tmp_path: Path) -> None:
-    """Moving a run acquires its lease as well. An attempt that was frozen before that still has the records open."""
+    """Moving a run acquires its lease as well. An attempt frozen before that still has the records open."""
     assert attempt(tmp_path) == ExitStatus.FINISHED
     with held(tmp_path) as run:
         frozen, _ = resume_records(run, STEPS)

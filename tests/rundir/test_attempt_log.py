@@ -37,7 +37,7 @@ def begin(run: RunDir, guard: files.Guard | None = None) -> AttemptLog:
 
 
 def test_status_has_the_time_of_the_newest_checkpoint(tmp_path: Path) -> None:
-    """A save in progress, or one that failed, does not count."""
+    """A save that is in progress or failed does not count."""
     run = RunDir(tmp_path)
     log = begin(run)
     assert json.loads(run.status.read_text())["checkpoint_time"] is None
@@ -53,7 +53,7 @@ def test_status_has_the_time_of_the_newest_checkpoint(tmp_path: Path) -> None:
 
 
 def test_unlisted_checkpoint_of_another_machine_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A listing of a network file system may be some seconds old, until this machine changes something there."""
+    """A listing of a network file system may be seconds old, until this machine changes the directory."""
     run, anew, really = RunDir(tmp_path), set[Path](), files.list_dir
     begin(run).update(step=20, force=True)
     (run.checkpoints / "step_00000020").mkdir(parents=True)
@@ -67,7 +67,7 @@ def test_unlisted_checkpoint_of_another_machine_counts(tmp_path: Path, monkeypat
 
 
 def test_the_status_counts_each_attempt_once(tmp_path: Path) -> None:
-    """While it runs and when it has ended."""
+    """Check while the attempt runs and after its end."""
     run = RunDir(tmp_path)
     counted = []
     for _ in range(2):
@@ -80,7 +80,7 @@ def test_the_status_counts_each_attempt_once(tmp_path: Path) -> None:
 
 
 def record_ends(run: RunDir, *causes: str) -> None:
-    """Attempts of job 7 that made no progress."""
+    """Record attempts of job 7 that made no progress."""
     for number, cause in enumerate(causes, start=1):
         line = {"attempt": number, "job_id": "7", "start_step": 0, "checkpoint_step": 0, "cause": cause}
         with open(run.attempts, "a") as file:
@@ -168,7 +168,7 @@ def test_without_status_other_records_show_the_state(tmp_path: Path) -> None:
 def test_a_run_is_finished_at_its_steps_or_its_epochs(
     tmp_path: Path, content: dict[str, Any], steps: int | None, epochs: float | None, finished: bool
 ) -> None:
-    """A run that is to train longer is resumed, and one that is finished is not trained again."""
+    """A run that has to train longer is resumed; a finished run is not trained again."""
     run = RunDir(tmp_path)
     run.finished.write_text(json.dumps(content))
     assert Finish.of(run).covers(steps, epochs) == finished
@@ -177,7 +177,7 @@ def test_a_run_is_finished_at_its_steps_or_its_epochs(
 @pytest.mark.parametrize(("saved", "stops"), [(7, True), (8, False)])
 @pytest.mark.parametrize("cause", ["crash", "time limit"])
 def test_an_attempt_that_saved_a_single_step_made_progress(tmp_path: Path, cause: str, saved: int, stops: bool) -> None:
-    """However slow the steps are: the run comes to its end, and so is retried."""
+    """Slow steps are progress, so the run is retried."""
     run = RunDir(tmp_path)
     progress = {"start_step": 7, "checkpoint_step": saved, "steps_lost": 0}
     lines = [{"attempt": number, "job_id": "7", "cause": cause, **progress} for number in (1, 2, 3)]
@@ -189,7 +189,7 @@ def test_an_attempt_that_saved_a_single_step_made_progress(tmp_path: Path, cause
 
 @pytest.mark.parametrize(("saved", "stops"), [(None, True), (1, False)])
 def test_last_allowed_time_limit_has_no_new_checkpoint(tmp_path: Path, saved: int | None, stops: bool) -> None:
-    """At the end of an attempt: one step is progress here, too."""
+    """Look at the end of an attempt: one step is progress here, too."""
     run = RunDir(tmp_path)
     record_ends(run, "time limit", "time limit")
     log = begin(run)
@@ -203,7 +203,7 @@ def test_last_allowed_time_limit_has_no_new_checkpoint(tmp_path: Path, saved: in
 
 @pytest.mark.parametrize(("noted", "cause"), [("preempted", "preempted"), ("interrupted", "killed"), (None, "killed")])
 def test_killed_attempt_keeps_its_noted_cause(tmp_path: Path, noted: str | None, cause: str) -> None:
-    """When a rank dies, srun signals the others before it kills them: that alone must not hide a crash loop."""
+    """When a rank dies, srun signals the others before it kills them. That alone must not hide a crash loop."""
     run = RunDir(tmp_path)
     log = begin(run)
     log.note(**({"cause": noted} if noted else {}))
@@ -231,7 +231,7 @@ class LimitedJob(TinyJob):
 
 @pytest.fixture
 def flag() -> Any:
-    """The stop flag; it and the handlers are restored."""
+    """Yield the stop flag; restore it and the handlers."""
     handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     STOP.signum = None
     yield STOP
@@ -241,7 +241,7 @@ def flag() -> Any:
 
 
 def close_listener(flag: StopFlag) -> None:
-    """Close the listener of an attempt; usually its process ends, here the next attempt runs in the same one."""
+    """Close the listener of an attempt: here the next attempt runs in the same process."""
     signal.set_wakeup_fd(-1)
     flag.wait_for_listener()
     for end in flag._sockets or ():
@@ -250,14 +250,14 @@ def close_listener(flag: StopFlag) -> None:
 
 
 def test_time_limits_without_progress_stop_at_max_timeouts(tmp_path: Path, flag: Any) -> None:
-    """Four in a row, although three other ends would be a crash loop; a new checkpoint resets the count."""
+    """Four in a row do, although three other ends would be a crash loop; a new checkpoint resets the count."""
     job = compose([f"run.dir={tmp_path / 'run'}"])
     run = RunDir(job.run_dir)
     run.path.mkdir()
     run.config.write_text(job.text)
 
     def attempt(number: int) -> bool:
-        """Whether the job was requeued."""
+        """Make an attempt. Return whether the job was requeued."""
         flag.signum = None
         limited = LimitedJob(number)
         status = training_attempt.attempt(run.path, limited)
@@ -289,7 +289,7 @@ def test_malformed_record_does_not_block_a_start(tmp_path: Path, line: str) -> N
 
 
 def test_attempt_whose_cause_cannot_be_noted_ends_in_order(tmp_path: Path) -> None:
-    """As on a full disk: the cause is kept in memory, and the job is still requeued."""
+    """On a full disk, for example, the cause is kept in memory, and the job is still requeued."""
     run = RunDir(tmp_path)
     log = begin(run)
     run.attempt.unlink()
@@ -309,9 +309,9 @@ def test_a_cause_noted_after_the_end_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_notes_of_a_thread_at_the_end_leave_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attempt looks at its checkpoints, a thread notes the notice of a preemption, and the disk refuses the end.
+    """The attempt lists its checkpoints while a thread notes a preemption, and the disk refuses the end.
 
-    The record that had been noted was not the one that was closed: the second try at the end added its line again.
+    The noted record was not the one that was closed: the second try at the end used to add its line again.
     """
     run = RunDir(tmp_path)
     log = begin(run)
@@ -331,7 +331,7 @@ def test_notes_of_a_thread_at_the_end_leave_one_line(tmp_path: Path, monkeypatch
 
 
 def test_warning_of_a_thread_keeps_the_newer_status(tmp_path: Path) -> None:
-    """A writer that warned as the attempt ended replaced its status last, with "running"."""
+    """A thread that warned as the attempt ended used to replace its status with "running"."""
     run = RunDir(tmp_path)
     log = begin(run)
     held, ended = threading.Event(), threading.Event()
@@ -356,7 +356,7 @@ def test_warning_of_a_thread_keeps_the_newer_status(tmp_path: Path) -> None:
 def test_a_superseded_attempt_changes_no_record(
     tmp_path: Path, flag: Any, monkeypatch: pytest.MonkeyPatch, failure: Exception | None
 ) -> None:
-    """However it ends: the records belong to the newer attempt."""
+    """The records belong to the newer attempt, however this one ends."""
     job = compose([f"run.dir={tmp_path / 'run'}"])
     run = RunDir(job.run_dir)
     run.path.mkdir()
@@ -407,7 +407,7 @@ def test_a_superseded_process_that_wakes_changes_no_record(tmp_path: Path, name:
 
 @pytest.mark.parametrize("writes", range(9))
 def test_process_superseded_between_writes_stops_at_the_second(tmp_path: Path, writes: int) -> None:
-    """Whichever write it is: each one asks for the fence."""
+    """Check every write: each one checks the fence."""
     run = RunDir(tmp_path)
     frozen: dict[str, bytes] = {}
     asked = 0

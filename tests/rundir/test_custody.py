@@ -1,4 +1,4 @@
-"""Custody of a run: whoever moves, removes or packs a run holds all of its leases, and nobody else is at it."""
+"""Custody of a run: moving, removing or packing a run requires all of its leases, so that no process uses it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def made(path: Path) -> RunDir:
-    """What custody takes for a run."""
+    """Make a directory that custody accepts as a run."""
     run = RunDir(path)
     run.checkpoint(3).mkdir(parents=True)
     run.config.write_text("seed: 1\n")
@@ -50,7 +50,7 @@ def made(path: Path) -> RunDir:
 
 @pytest.fixture(params=["lease", "submission"])
 def holder(request: pytest.FixtureRequest, run: RunDir) -> Iterator[subprocess.Popen[str]]:
-    """Another process that trains or submits the run."""
+    """Start another process that trains or submits the run."""
     command = [sys.executable, "-c", HOLD, str(run.path / request.param)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -74,7 +74,7 @@ def test_a_live_run_is_left_alone_until_its_process_has_ended(run: RunDir, holde
 
 
 def test_a_holder_of_another_machine_is_waited_for(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its heartbeat decides: without one it is gone after the timeout, and the user learns what is waited for."""
+    """Without a heartbeat the holder is gone after the timeout. The user learns the reason for the wait."""
     monkeypatch.setattr(module, "TIMEOUT_S", 0.3)
     run.lease.mkdir()
     stale = {"pid": 12, "host": "elsewhere", "start_time": 1, "boot_id": "b", "interval_s": 0.05}
@@ -89,7 +89,7 @@ def test_a_holder_of_another_machine_is_waited_for(run: RunDir, monkeypatch: pyt
 
 
 def test_nobody_can_begin_while_custody_is_held(run: RunDir) -> None:
-    """Neither an attempt nor a command that submits the run."""
+    """Try both an attempt and a command that submits the run."""
     with custody(run):
         for lease in (run.lease, run.submission):
             with pytest.raises(LockedError):
@@ -101,7 +101,7 @@ def test_nobody_can_begin_while_custody_is_held(run: RunDir) -> None:
 
 
 def test_run_moved_while_waiting_for_leases_is_not_remade(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or two commands would both report success, and one of them would have moved an empty directory."""
+    """Otherwise two commands would both report success, and one would have moved an empty directory."""
     elsewhere = run.path.with_name("b-12345678")
 
     def look(found: RunDir, is_run: Callable[[RunDir], bool] = module.is_run) -> bool:
@@ -118,7 +118,7 @@ def test_run_moved_while_waiting_for_leases_is_not_remade(run: RunDir, monkeypat
 
 
 def test_the_leases_move_along_and_are_released_there(run: RunDir) -> None:
-    """So that the next attempt, perhaps on another machine, need not wait for a heartbeat."""
+    """Then the next attempt, perhaps on another machine, need not wait for a heartbeat."""
     target = run.path.with_name("b-12345678")
     with custody(run) as held:
         held.move(target)
@@ -134,7 +134,7 @@ def test_the_leases_move_along_and_are_released_there(run: RunDir) -> None:
 
 
 def test_a_run_that_cannot_go_back_is_where_the_message_says(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its new name cannot be synced, and by then somebody else has taken it over."""
+    """Its new name cannot be synced, and another process takes it over before the rename back."""
     target = run.path.with_name("b-12345678")
 
     def taken_over(directory: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_run_that_cannot_go_back_is_where_the_message_says(run: RunDir, monkey
 
 @pytest.mark.parametrize("is_open", [True, False])
 def test_what_a_stopped_trainer_has_open_is_not_what_is_moved(run: RunDir, is_open: bool) -> None:
-    """It appends when it wakes, before it can notice that its lease is gone."""
+    """The trainer appends when it wakes, before it can notice that its lease is gone."""
     holder = {**processes.this_process(), "host": "elsewhere", "open": is_open}
     run.lease.mkdir()
     run.appender.write_text(json.dumps(holder))
@@ -168,7 +168,7 @@ def test_what_a_stopped_trainer_has_open_is_not_what_is_moved(run: RunDir, is_op
 
 
 def test_concurrent_removal_is_not_renamed_back(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two `rm` at once: the second takes what the first has just renamed for the rest of one that was killed."""
+    """Run `rm` twice at once: the second mistakes the renamed run for a leftover of a killed `rm`."""
     target, rename = run.path.with_name(".a-12345678.removed-1-00000000"), files.rename
 
     def deleted(source: Path, to: Path) -> None:
@@ -224,7 +224,7 @@ class TestQueue:
 
 class TestWhatIsNoRun:
     def test_a_config_directory_is_not_touched(self, tmp_path: Path) -> None:
-        """It has a config.yaml, as a run has."""
+        """It has a config.yaml, like a run."""
         conf = tmp_path / "conf"
         (conf / "model").mkdir(parents=True)
         (conf / "config.yaml").write_text("defaults: [model]\n")
@@ -239,13 +239,13 @@ class TestWhatIsNoRun:
                 run_at(path)
 
     def test_a_link_to_a_run_is_named(self, run: RunDir, tmp_path: Path) -> None:
-        """Moving it would move the link and hold leases of what it leads to; removing it likewise."""
+        """Moving or removing it would affect the link but hold the leases of its target."""
         (tmp_path / "link").symlink_to(run.path)
         with pytest.raises(RunDirError, match=f"is a link: pass the run directory itself, {run.path}"):
             run_at(tmp_path / "link")
 
     def test_a_run_with_runs_in_it_is_refused(self, run: RunDir) -> None:
-        """Their leases are not held: they may be live."""
+        """Their leases are not held, so they may be live."""
         inner = made(run.path / "more" / "b-87654321")
         with pytest.raises(RunDirError, match=f"has another run in it .{inner.path}"):
             run_at(run.path)
@@ -257,7 +257,7 @@ class TestWhatIsNoRun:
 
 
 def test_a_job_is_found_by_opening_its_file_and_not_by_a_look(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a network file system a machine may believe for seconds that a file is missing which another one has made."""
+    """On a network file system a machine may miss another machine's new file for seconds."""
     assert submitted_jobs.launcher_of(run) is None
     run.job.write_text('{"launcher": "launch.slurm.SlurmLauncher"}')
 

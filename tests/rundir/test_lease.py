@@ -43,7 +43,7 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def other(directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the lease."""
+    """Start another process that holds the lease."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(directory), "0.6"],
         stdout=subprocess.PIPE,
@@ -59,7 +59,7 @@ def other(directory: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 class FakeTime:
-    """Stands in for the clock; each sleep passes at once, after `during_sleep` was called."""
+    """A fake clock. Each sleep passes at once, after a call of `during_sleep`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -79,7 +79,7 @@ def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
 
 
 def held_by(directory: Path, fence: int = 4, **holder: Any) -> None:
-    """The lease file of some other process."""
+    """Write the lease file of another process."""
     directory.mkdir(parents=True)
     described = {**this_process(), "host": "elsewhere", "interval_s": 0.05, **holder}
     (directory / f"{fence:08d}.json").write_text(json.dumps(described))
@@ -97,7 +97,7 @@ def test_numbers_increase_and_a_released_lease_is_free_at_once(directory: Path) 
 
 
 def test_a_process_knows_its_boot() -> None:
-    """Machines that were cloned share everything else that tells a holder of this machine from one of another."""
+    """Cloned machines share everything else that distinguishes a local holder from a remote one."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     assert this_process()["boot_id"] == (boot.read_text().strip() if boot.exists() else None)
 
@@ -161,7 +161,7 @@ def test_frozen_holder_is_replaced_and_fenced_off(directory: Path, other: subpro
 def test_unreadable_sign_is_no_sign_that_a_holder_is_gone(
     directory: Path, fake_time: FakeTime, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """Neither the heartbeat of one on another host nor the state of a process of this machine."""
+    """Cover the heartbeat of a holder on another host, and the state of a process of this machine."""
     held_by(directory, host="elsewhere" if code == errno.EIO else this_process()["host"], pid=1, start_time="5")
     unreadable = directory / "00000004.beat" if code == errno.EIO else Path("/proc/1/stat")
     read = files.read_regular
@@ -199,7 +199,7 @@ def test_removing_the_lease_stops_its_holder(directory: Path) -> None:
 
 @pytest.mark.parametrize("jump_s", [0.0, 100.0])
 def test_delayed_newcomer_spares_a_live_holder(directory: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
-    """Stopped or starved while it waits, the newcomer finds its timeout over, although the holder is alive."""
+    """A newcomer that was stopped while it waited finds its timeout over, although the holder is alive."""
     held_by(directory, host=this_process()["host"])
     now = 0.0
 
@@ -238,7 +238,7 @@ def test_a_holder_on_another_host_is_watched_until_its_heartbeat(directory: Path
 
 
 def test_silent_holder_elsewhere_is_replaced_after_the_timeout(directory: Path, fake_time: FakeTime) -> None:
-    """By the newcomer's own clock."""
+    """Measure it by the newcomer's clock."""
     held_by(directory)
     with Lease.acquire(directory, {}, 30.0) as lease:
         assert lease.fence == 5
@@ -301,7 +301,7 @@ def test_a_running_process_of_this_machine_is_alive() -> None:
 
 @pytest.mark.slow
 def test_one_of_many_newcomers_wins(directory: Path) -> None:
-    """Ten processes race for a lease whose holder is dead."""
+    """Let ten processes race for a lease whose holder is dead."""
     held_by(directory, host=this_process()["host"], pid=2**22 + 1)
     command = [sys.executable, "-c", HOLD, str(directory), "30"]
     racers = [
@@ -339,7 +339,7 @@ def test_a_directory_that_cannot_be_written_is_a_one_line_error(tmp_path: Path) 
 
 
 def test_a_full_disk_leaves_no_incomplete_lease_behind(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would look like a holder of unknown liveness, and be waited for."""
+    """It would look like a holder of unknown state, and others would wait for it."""
 
     def full(fd: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -351,7 +351,7 @@ def test_a_full_disk_leaves_no_incomplete_lease_behind(directory: Path, monkeypa
 
 
 def test_a_lease_released_on_a_full_disk_is_free_at_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its holder may live on, and would block everybody and itself: there is no room for a new file."""
+    """There is no room for a new file. A holder that lives on would block all processes, including itself."""
 
     def full(fd: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -367,7 +367,7 @@ def test_a_lease_released_on_a_full_disk_is_free_at_once(directory: Path, monkey
 
 
 def test_unreleased_lease_is_free_once_the_disk_works(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that evaluates one checkpoint after another would wait for itself forever."""
+    """A process that evaluates one checkpoint after another would wait for its earlier lease forever."""
 
     def broken(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
@@ -384,7 +384,7 @@ def test_unreleased_lease_is_free_once_the_disk_works(directory: Path, monkeypat
 
 
 def test_a_late_heartbeat_of_a_superseded_holder_leaves_nothing(directory: Path) -> None:
-    """Stopped right after it has opened the file of its heartbeat, which its successor has swept before."""
+    """Stop it after it has opened its heartbeat file, which its successor has already swept."""
     held_by(directory, fence=2)
     older = Lease(directory, 1, {**this_process(), "interval_s": 0.05}, threading.Event())
     before = {path.name: path.read_bytes() for path in directory.iterdir()}
@@ -393,7 +393,7 @@ def test_a_late_heartbeat_of_a_superseded_holder_leaves_nothing(directory: Path)
 
 
 def test_process_stopped_with_a_used_number_is_superseded(directory: Path) -> None:
-    """The file of its number was created by another process, and swept, before it creates it."""
+    """Another process created and swept the file of its number before it creates the file."""
     held_by(directory, fence=5)
     late = Lease(directory, 4, this_process(), threading.Event())
     with pytest.raises(SupersededError, match="number 5"):
@@ -415,7 +415,7 @@ def test_what_a_killed_holder_was_writing_is_swept(directory: Path) -> None:
 def test_old_holders_file_is_gone_before_its_writes_are_sought(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a network file system it may see an old list of the numbers; what it writes later is not found any more."""
+    """A network file system may show an old list of numbers; later writes of the old holder are not found."""
     older = Lease.acquire(directory, {}, 60.0)
     older.release()
     sweep, swept = files.sweep, []
@@ -431,7 +431,7 @@ def test_old_holders_file_is_gone_before_its_writes_are_sought(
 
 
 def test_submission_removes_an_earlier_ones_leftovers(directory: Path) -> None:
-    """It was stopped, perhaps, and would replace what an attempt has written by now (see `runner.rundir.appender`)."""
+    """A stopped submission could replace records of an attempt (see `runner.rundir.appender`)."""
     submission = RunDir(directory.parent).submission
     Lease.acquire(submission).release()  # there is no such directory yet
     directory.mkdir()
@@ -445,9 +445,9 @@ def test_submission_removes_an_earlier_ones_leftovers(directory: Path) -> None:
 
 @pytest.mark.parametrize("leftover", ["metrics.jsonl.tmp-lease-00000001-7-7", "00000001.json"])
 def test_unsweepable_leftover_blocks_the_lease(leftover: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It might belong to a process that wakes up and renames it, or that takes its number for the highest.
+    """It might belong to a process that wakes up and renames it, or takes its number for the highest.
 
-    The latter where a network file system shows it an old list of the numbers.
+    The latter can happen where a network file system shows an old list of the numbers.
     """
     Lease.acquire(directory, {}, 60.0).release()
     (directory.parent / "metrics.jsonl.tmp-lease-00000001-7-7").touch()
@@ -473,7 +473,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def test_heartbeats_payload_outlives_its_holder(directory: Path) -> None:
-    """Commands may hold the lease for a moment between a killed attempt and the one that closes its record."""
+    """Commands may hold the lease briefly between a killed attempt and the next, which closes its record."""
     lease = Lease.acquire(directory, {}, 60.0)
     for value in ("long" * 100, "short"):  # written over the longer one
         lease.carried = lambda value=value: {"left": value}  # type: ignore[misc]
@@ -497,7 +497,7 @@ def test_unreadable_heartbeat_carries_nothing(directory: Path, text: str) -> Non
 
 @pytest.mark.parametrize("age_s", [5.0, 60.0, 500.0, 1e6])
 def test_knowledge_of_a_killed_holder_is_half_a_percent_old(directory: Path, age_s: float) -> None:
-    """So the time of its attempt is known that well, and an old process writes no more often than its lease needs."""
+    """The attempt's duration is known that exactly, and an old process writes no more often than needed."""
     with Lease.acquire(directory, {}, 60.0) as lease:
         pause = lease._pause_s(age_s)
     assert pause <= min(0.005 * age_s, 2.0)
@@ -506,7 +506,7 @@ def test_knowledge_of_a_killed_holder_is_half_a_percent_old(directory: Path, age
 
 
 def test_one_thread_beats_for_many_leases_with_few_open_files(tmp_path: Path) -> None:
-    """A sweep holds a lease for each of its runs while it submits them: there may be more than files may be open."""
+    """A submitting sweep holds a lease for each run, which may be more than the allowed open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     threads = threading.active_count()
 
@@ -563,7 +563,7 @@ def test_a_lease_that_was_taken_over_does_not_beat_any_more(tmp_path: Path) -> N
 
 
 def test_a_command_that_only_looks_sees_whether_a_holder_lives(tmp_path: Path) -> None:
-    """At once for a process of this machine; a lease that was released, or never acquired, has no holder."""
+    """A local process is judged at once. A lease that was released, or never acquired, has no holder."""
     watcher = LeaseWatcher()
     assert not watcher.is_alive(tmp_path / "lease")
     with Lease.acquire(tmp_path / "lease", {"job_id": "7", "restart_count": 0}):
@@ -572,7 +572,7 @@ def test_a_command_that_only_looks_sees_whether_a_holder_lives(tmp_path: Path) -
 
 
 def test_the_number_after_eight_nines_is_one_more(tmp_path: Path) -> None:
-    """Whoever can write there must not be able to stop a run for good by a high number."""
+    """A process that can write there must not be able to stop a run for good by a high number."""
     (tmp_path / "99999999.beat").write_text('1 {"carried": true}')
     for name in ("99999999.json", "9" * 19 + ".json", "\u00b2.json"):
         (tmp_path / name).write_text("{}")

@@ -95,7 +95,7 @@ def test_a_signal_ends_the_wait_and_the_job_is_requeued(
 def test_a_signal_ends_the_wait_for_a_sign_of_life(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, job: LocalJob, requeued: list[str], held_by: dict[str, Any]
 ) -> None:
-    """Of a holder on another machine; a job that is preempted meanwhile would be lost at the end of its grace time."""
+    """The holder is on another machine. A job that waited on would be killed at the end of its grace time."""
     run.lease.mkdir(parents=True)
     (run.lease / "00000001.json").write_text(json.dumps(held_by))
     asked = getattr(job, "requeued", [])
@@ -108,7 +108,7 @@ def test_a_signal_ends_the_wait_for_a_sign_of_life(
 
 
 def test_second_of_two_commands_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both looked before either wrote."""
+    """Let both look before either writes."""
     run_dir = f"run.dir={tmp_path / 'run'}"
     first, second = compose([run_dir, "seed=1"]), compose([run_dir, "seed=2"])
     run, launched = RunDir(tmp_path / "run"), []
@@ -129,7 +129,7 @@ def test_second_of_two_commands_changes_nothing(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_superseded_command_does_not_freeze_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is stopped after its second look at the run, and a job that was queued meanwhile trains."""
+    """Stop it after its second look at the run, while a queued job trains."""
     job = compose([f"run.dir={tmp_path / 'run'}"])
     run = RunDir(tmp_path / "run")
 
@@ -147,7 +147,7 @@ def test_a_superseded_command_does_not_freeze_its_config(tmp_path: Path, monkeyp
 
 
 def test_command_makes_nothing_in_place_of_a_moved_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was suspended for longer than others wait for it. Nor does it blame the disk."""
+    """It was suspended for longer than others wait for it. It does not blame the disk either."""
     job = compose([f"run.dir={tmp_path / 'run'}"])
 
     def moved() -> dict[str, object]:

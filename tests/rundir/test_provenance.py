@@ -1,4 +1,4 @@
-"""code.json records the code a run was started with, a later attempt notices changes, and git runs nothing else."""
+"""code.json records the code that a run was started with, later attempts notice changes, and git runs nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def git(folder: Path, *arguments: str) -> None:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository of the user with one commit; the current directory."""
+    """Make a user's repository with one commit the current directory."""
     folder = tmp_path / "project"
     folder.mkdir()
     git(folder, "init", "-q")
@@ -35,7 +35,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package is elsewhere, in no repository: changes of this one meanwhile do not matter."""
+    """Move the package elsewhere, outside any repository: changes of this one do not matter."""
     package = tmp_path / "site" / "runner"
     package.mkdir(parents=True)
     (package / "provenance.py").write_text("")
@@ -122,7 +122,7 @@ def test_earlier_submissions_are_kept(project: Path, tmp_path: Path) -> None:
 def test_run_directory_does_not_choose_the_repository(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only those of the current directory and of the package are: git may run what a repository configures."""
+    """Only repositories of the current directory and the package count: git may run what a repository configures."""
     run = freeze(tmp_path)
     git(project, "commit", "-qm", "second", "--allow-empty")
     monkeypatch.chdir(tmp_path)
@@ -167,7 +167,7 @@ def test_git_runs_no_program_that_the_repository_configures(project: Path, tmp_p
 
 
 def test_a_git_without_scopes_tells_the_commit(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before 2.26, Ubuntu 20.04's for example, it does not know `git config --show-scope`."""
+    """Git before 2.26, such as Ubuntu 20.04's, does not know `git config --show-scope`."""
     real = shutil.which("git")
     (tmp_path / "bin").mkdir()
     old = tmp_path / "bin" / "git"
@@ -268,7 +268,7 @@ def test_malformed_code_record_is_only_different_code(
 
 
 def test_hand_edited_config_is_refused_but_not_a_killed_commands(tmp_path: Path) -> None:
-    """A resume would follow only part of the edit: the state of an optimizer has its options, too."""
+    """A resume would follow only part of the edit, because an optimizer's state holds its options."""
     run = RunDir(freeze(tmp_path))
     provenance.check_config(RunDir(tmp_path / "elsewhere"))  # code.json is not a condition
     provenance.write_code(run.code, {}, [], config="lr: 0.1\n")

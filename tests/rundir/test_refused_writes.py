@@ -1,4 +1,4 @@
-"""A disk that refuses one write, wherever: no traceback, nothing lost, and rerunning the command finishes the run."""
+"""Any single refused write causes no traceback and no loss, and rerunning the command finishes the run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make(path: Path) -> Path:
 
 
 def problems(path: Path, expected: dict[str, bytes]) -> list[str]:
-    """What is wrong with a run that should have finished like another one."""
+    """Return differences of a run that should have finished like another one."""
     found = contents(path)
     wrong = [name for name in ("metrics.jsonl", "finished.json", "order.json") if found.get(name) != expected[name]]
     wrong += [name for name in found if ".tmp-" in name]
@@ -52,7 +52,7 @@ CODES = (errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EDQUOT, errno.EROFS)
 def test_one_refused_change_loses_nothing(
     code: int, stride: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every call of an attempt that changes the file system fails once; a rerun then finishes the run."""
+    """Fail each file-changing call of an attempt once; a rerun then finishes the run."""
     with faults.intercepted() as trace:
         assert attempt(make(tmp_path / "whole")) == ExitStatus.FINISHED
     expected = contents(tmp_path / "whole")
@@ -78,7 +78,7 @@ def test_one_refused_change_loses_nothing(
 
 
 def test_steps_are_what_the_tests_assume(tmp_path: Path) -> None:
-    """Every call above is made by an attempt that saves twice and deletes once."""
+    """Check that an attempt saves twice and deletes once."""
     path = make(tmp_path / "run")
     assert attempt(path) == ExitStatus.FINISHED
     assert [line["step"] for line in read_lines(path / "metrics.jsonl")] == list(range(1, STEPS + 1))

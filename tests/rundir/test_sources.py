@@ -1,4 +1,4 @@
-"""The files of the user's own that a run depends on are found without running them, and their changes are named."""
+"""The user's files that a run depends on are found without running them, and their changes are named."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FILES = {
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory with `FILES`, without git; first on Python's path."""
+    """Make `FILES` the current directory, without git and first on Python's path."""
     for name, text in FILES.items():
         path = tmp_path / "project" / name
         path.parent.mkdir(parents=True, exist_ok=True)

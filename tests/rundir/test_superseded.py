@@ -26,7 +26,7 @@ def quick() -> Iterator[None]:
 
 
 class Stopped:
-    """An attempt in a thread, which is stopped at one of its changes to the file system, like a process by SIGSTOP."""
+    """An attempt in a thread that stops at one of its changes to the file system, as a process does at SIGSTOP."""
 
     def __init__(self, path: Path, at: int, when: str) -> None:
         self.calls: list[str] = []
@@ -40,7 +40,7 @@ class Stopped:
         self._stopped.set()
 
     def run_until_stopped(self) -> bool:
-        """Whether it was stopped; otherwise it has ended."""
+        """Return whether it was stopped; otherwise it has ended."""
         self._thread.start()
         assert self._stopped.wait(120)
         return self.status is None
@@ -86,12 +86,12 @@ def at_the_records(call: str) -> bool:
 def changes_after(
     tmp_path: Path, when: str, where: Choice, begin: Callable[[Path], int], succeed: Callable[[Path], object]
 ) -> dict[str, Any]:
-    """Stop an attempt at chosen calls, let others succeed it, and wake it: what it changed then, by the call.
+    """Stop an attempt at chosen calls, let others succeed it, and wake it. Return its late changes by call.
 
     Args:
-        tmp_path: for the runs.
+        tmp_path: directory of the runs.
         when: `before` or `after` the call.
-        where: at which calls.
+        where: chooses the calls.
         begin: prepares a run directory; returns the number of the lease that the attempt will acquire.
         succeed: makes the attempts that come while the older one is stopped.
     """
@@ -127,7 +127,7 @@ def changes_after(
 
 @pytest.mark.parametrize(("when", "where"), [("before", sometimes), *WHERE])
 def test_stopped_process_changes_nothing_after_its_successor(when: str, where: Choice, tmp_path: Path) -> None:
-    """At every call of an attempt that creates, changes or removes something: records, metrics, lease, checkpoints."""
+    """Stop it at each call that changes the file system: records, metrics, lease, checkpoints."""
 
     def begin(path: Path) -> int:
         path.mkdir()
@@ -142,10 +142,10 @@ def test_stopped_process_changes_nothing_after_its_successor(when: str, where: C
 
 @pytest.mark.parametrize(("when", "where"), [("before", at_the_records), *WHERE])
 def test_nor_does_one_that_truncates_the_records_in_place(when: str, where: Choice, tmp_path: Path) -> None:
-    """The attempt before has closed them. A process that is stopped while it has them open is no such one.
+    """Only closed records are truncated in place, not those that a stopped process still has open.
 
-    Of its two successors, the first has to make copies, and the second truncates those: it must not matter to the
-    second that the last attempt has closed the records, if an older one still has them open.
+    The first of its two successors has to make copies, and the second truncates those. To the second, records that the
+    last attempt has closed must not count as closed if an older process still has them open.
     """
     template = tmp_path / "template"
     template.mkdir()

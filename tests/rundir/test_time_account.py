@@ -1,4 +1,4 @@
-"""Where the time of an attempt went: recorded by itself, or by the next attempt if it was killed."""
+"""Where the time of an attempt went: recorded by the attempt, or by the next one if it was killed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STATES = st.fixed_dictionaries(
 
 
 class Clocks:
-    """Both clocks, which a test moves; the wall clock may be set to anything."""
+    """A wall clock and a monotonic clock that a test moves; the wall clock may be set to anything."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.monotonic, self.wall = 1000.0, 1.7e9
@@ -52,7 +52,7 @@ def begin(path: Path, account: TimeAccount | None = None, last_sign: dict[str, A
 
 
 def commit(path: Path, step: int) -> None:
-    """A checkpoint, as far as the records look at it."""
+    """Make a checkpoint with the parts that the records look at."""
     folder = RunDir(path).checkpoint(step)
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text(json.dumps({"step": step, "sha256": ""}))
@@ -71,7 +71,7 @@ def test_a_wall_clock_that_is_set_changes_no_duration(tmp_path: Path, clocks: Cl
 
 
 def test_the_steps_up_to_the_newest_checkpoint_are_kept(tmp_path: Path, clocks: Clocks) -> None:
-    """Of three saves the last one never was committed: the steps after the second one have to be made again."""
+    """The last of three saves was not committed: the steps after the second have to be repeated."""
     log = begin(tmp_path)
     log.account.switch("steps")
     for step in (10, 20, 30):
@@ -107,7 +107,7 @@ def test_what_a_checkpoint_keeps(trained: dict[str, float], start: int, checkpoi
 
 @pytest.mark.parametrize(("end_step", "kept"), [(50, 60.0), (51, 20.0), (None, 20.0)])
 def test_attempt_that_ends_at_its_save_repeats_nothing(end_step: int | None, kept: float) -> None:
-    """One that was killed may have been in the middle of the next step."""
+    """A killed attempt may have been in the middle of the next step."""
     assert closed({"seconds": {"steps": 60.0}, "trained": {"50": 20.0}}, 40, 50, end_step)["kept_s"] == kept
 
 
@@ -119,7 +119,7 @@ def test_only_the_latest_saves_are_remembered() -> None:
 
 
 def test_killed_attempt_is_closed_at_its_last_sign_of_life(tmp_path: Path, clocks: Clocks) -> None:
-    """A step may take long: status.json, which the thread that trains writes, is then older than the heartbeat."""
+    """During a long step, the heartbeat is newer than status.json, which the training thread writes."""
     log = begin(tmp_path)
     log.account.switch("steps")
     clocks.passes(100)
@@ -163,7 +163,7 @@ def test_an_attempt_that_left_nothing_gets_no_invented_account(tmp_path: Path) -
     ],
 )
 def test_how_long_an_attempt_took_is_what_it_counted_itself(line: dict[str, Any], seconds: float | None) -> None:
-    """From it follows how often kills are, by which an adaptive cadence saves."""
+    """It determines the rate of kills, from which an adaptive cadence follows."""
     assert lived_s(line) == seconds
 
 

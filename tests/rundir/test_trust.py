@@ -1,4 +1,4 @@
-"""Resuming a run directory runs the classes that its config names: not if another user could have named them."""
+"""Resuming a run directory runs the classes named in its config, unless another user could have named them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> RunDir:
 
 @pytest.fixture
 def private_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The group of this user has the user's name, and the members that it should have."""
+    """Give this user a group of the user's name with the expected members."""
     monkeypatch.setattr(grp, "getgrgid", lambda gid: grp.struct_group(("me", "x", gid, [])))
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: pwd.struct_passwd(("me", "x", uid, 0, "", "/", "/bin/sh")))
 
@@ -80,7 +80,7 @@ def test_a_shared_group_that_may_write_is_refused(run: RunDir, name: str, shared
 def test_a_group_of_this_user_alone_may_write(
     run: RunDir, private_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a umask of 002, as many distributions set it for such groups."""
+    """Use a umask of 002, which many distributions set for such groups."""
     run.path.chmod(0o2775)
     run.config.chmod(0o664)
     trust.check_trusted(run)
@@ -159,7 +159,7 @@ def test_the_config_itself_cannot_vouch_for_itself(run: RunDir, capsys: pytest.C
 
 
 def test_nothing_in_a_run_is_writable_by_others(tmp_path: Path) -> None:
-    """Least of all `lease/`: the highest number there decides who trains."""
+    """Above all `lease/`: the highest number there decides which process trains."""
     before = os.umask(0)
     try:
         made = trained(tmp_path / "run", "logger=default", "train.steps=2", "train.profile=1:1")

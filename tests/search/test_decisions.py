@@ -1,4 +1,4 @@
-"""The decisions of a search, against an independent ASHA; what the journal makes of failures; the replay."""
+"""A search's decisions against an independent ASHA, its handling of failures, and the replay of its journal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def begun(trials: int = 27, rungs: tuple[int | None, ...] = (100, 300, 900), rep
 
 
 class OtherAsha:
-    """ASHA by a rung's sorted results, written from the paper alone."""
+    """ASHA over a rung's sorted results, written from the paper alone."""
 
     def __init__(self, trials: int, rungs: int, reduction: int) -> None:
         self.trials, self.rungs, self.reduction = trials, rungs, reduction
@@ -53,7 +53,7 @@ class OtherAsha:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_decisions_are_those_of_an_independent_asha(seed: int) -> None:
-    """With any number of workers, results in any order, and trials that diverge."""
+    """Use any number of workers, results in any order, and trials that diverge."""
     random = Random(seed)
     trials, reduction, workers = random.choice((9, 27, 40)), random.choice((2, 3, 4)), random.choice((1, 2, 7))
     ours, other, made = begun(trials), OtherAsha(trials, 3, reduction), rules(reduction=reduction)
@@ -172,7 +172,7 @@ def test_where_the_first_trials_all_fail_no_other_begins() -> None:
 
 
 def test_a_trial_that_takes_its_slots_down_fails_in_the_end() -> None:
-    """As where it takes all memory of the job."""
+    """Such a trial may use up all memory of the job."""
     journal = begun(1)
     journal.add({"entry": "start", "trial": 0, "values": {}, "slot": 0, "fence": 0})
     for fence in range(1, LOSSES):
@@ -195,7 +195,7 @@ def test_as_many_slots_start_as_there_are_promotions() -> None:
 
 
 def test_several_errors_in_a_row_end_the_search_until_a_retry() -> None:
-    """They are those of a disk or a data set that is gone, and not those of the trials."""
+    """Such errors come from a missing disk or data set, not from the trials."""
     journal = begun(9, (1, 2))
 
     def fail(number: int, how: str) -> None:
@@ -284,7 +284,7 @@ def test_a_malformed_journal_is_one_error_line(text: str) -> None:
 
 @pytest.mark.parametrize("algorithm", [Algorithm.random, Algorithm.asha])
 def test_a_thousand_trials_are_read_and_decided_in_little_time(algorithm: Algorithm) -> None:
-    """The bound is far above the time, which `make bench` measures: it fails where that grows with the square."""
+    """The bound is far above the time measured by `make bench`: it fails if the time grows quadratically."""
     journal = begun(1001, (100, 300, 900) if algorithm.pauses else (None,))
     made, random = rules(algorithm), Random(0)
     for number in range(1000):

@@ -1,4 +1,4 @@
-"""A real search whose processes are killed: the same table, decisions and bytes as the one that was left alone."""
+"""A real search whose processes are killed: the same table, decisions and bytes as without kills."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def command(root: Path, *words: str) -> list[str]:
 
 
 def outcome(root: Path) -> tuple[dict[str, Any], list[Any], dict[str, bytes]]:
-    """The table without paths, the decisions, and the records of every run."""
+    """Return the table without paths, the decisions, and the records of every run."""
     (record,) = root.glob("*/search.json")
     words = [sys.executable, "-m", "runner", "search", str(record.parent)]
     table = json.loads(subprocess.run([*words, "--json"], capture_output=True, check=True, cwd=ROOT).stdout)
@@ -51,7 +51,7 @@ def kill_one(command: psutil.Popen, random: Random) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_search_that_is_killed_is_the_one_that_was_left_alone(tmp_path: Path) -> None:
-    """Kills befall the command, a slot, or what it trains, at any moment; a promoted run is the one never paused."""
+    """Kill the command, a slot or its trial at any moment. A promoted run equals one that was never paused."""
     random, deadline = Random(f"search {new_seed()}"), time.monotonic() + PATIENCE_S
     subprocess.run(command(tmp_path / "alone"), cwd=ROOT, check=True, capture_output=True)
     for left in reversed(range(KILLS + 1)):

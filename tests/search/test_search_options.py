@@ -1,4 +1,4 @@
-"""What a command with `search=...` means: ranges, options, length, and the errors of each."""
+"""The options of a command with `search=...`: ranges, settings, length, and the errors of each."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_trials_are_the_runs_of_the_same_plain_commands() -> None:
 
 
 def test_what_refers_to_a_varied_setting_follows_it() -> None:
-    """Also with an option of a group: all is composed when the search begins, so edits of files change nothing."""
+    """Include an option of a group. All is composed when the search begins, so later edits of files change nothing."""
     composer, base = TrialComposer(), Path.cwd()
     options = ("optimizer=adamw,sgd", "user.dim=16,32", "model.width=${user.dim}")
     _, fixed, found = composer.search([*ASHA, *options])
@@ -222,7 +222,7 @@ def test_what_refers_to_a_varied_setting_follows_it() -> None:
 
 @pytest.mark.slow
 def test_a_new_search_names_the_one_it_is_most_like(tmp_path: Path) -> None:
-    """An edited file or a typo makes another search, beside one that may not have ended."""
+    """An edited file or a typo makes another search, while the old one may not have ended."""
 
     def near(*overrides: str) -> str:
         return nearest(plan(LR, "search.rungs=[2,6]", f"run.root={tmp_path}", *overrides)) or ""

@@ -1,4 +1,4 @@
-"""What slots make of what happens to trials: crashes, kills, divergence, withdrawal, other slots and other searches."""
+"""How slots handle their trials' crashes, kills, divergence and withdrawal, other slots and other searches."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_another_slot_takes_up_what_a_killed_one_has_left(tmp_path: Path) -> Non
     search = begin(tmp_path / "search", 2)
 
     class KilledError(BaseException):
-        """Stands for SIGKILL: nothing is recorded."""
+        """A stand-in for SIGKILL: nothing is recorded."""
 
     def killed(task: Task, run: RunDir) -> int:
         raise KilledError
@@ -278,7 +278,7 @@ def test_a_slot_that_is_in_use_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_journal_cut_off_at_any_line_goes_on_without_training(tmp_path: Path) -> None:
-    """The remedy for a damaged journal: its runs have the results."""
+    """Cut off a damaged journal as the remedy suggests: its runs have the results."""
     search = begin(tmp_path / "search", 3, (10, 30))
     work(search, trains)
     lines, before = search.journal.read_text().splitlines(keepends=True), found(search)
@@ -334,7 +334,7 @@ def test_a_full_disk_ends_a_slot_and_fails_no_trial(tmp_path: Path) -> None:
 
 
 def test_only_what_a_search_has_left_loses_its_checkpoints(tmp_path: Path) -> None:
-    """Not what somebody has trained further since, and not what another search keeps or has not ended."""
+    """Keep checkpoints of runs that were trained further since, or that another search keeps or has not ended."""
     search, other = begin(tmp_path / "search", 3, (10, 30)), begin(tmp_path / "other", 4, (10, 30))
     for each in (search, other):
         record = replace(Record.read(each), prune=False)

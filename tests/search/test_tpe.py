@@ -1,4 +1,4 @@
-"""Points that Optuna chooses, fed from the journal; and the study for its dashboard."""
+"""Points chosen by Optuna from the journal, and the study for its dashboard."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SPACE = Space(
 
 
 def searched(algorithm: Algorithm, trials: int, seed: int = 0) -> tuple[Rules, Journal]:
-    """A search whose result is the distance of the learning rate from 1e-3; every ninth trial diverges."""
+    """Run a search whose result is the distance of the learning rate from 1e-3; every ninth trial diverges."""
     rules = Rules(algorithm, SPACE, "eval_loss", maximize=False, seed=seed)
     journal, points = Journal(), Points(rules)
     rungs = [2, 4] if algorithm.pauses else [None]

@@ -26,7 +26,7 @@ class SettingError(UserError, ValueError):
 
 
 class UnpicklableError(Exception):
-    """Neither picklable nor printable."""
+    """An error that can be neither pickled nor printed."""
 
     def __init__(self) -> None:
         super().__init__(lambda: None)
@@ -96,7 +96,7 @@ def test_an_error_of_any_kind_reaches_all_ranks_and_none_waits(tmp_path: Path) -
 
 
 def lose(rank: int, directory: str, how: str) -> None:
-    """Rank 1 is killed, or its own code fails, in a training step; or the code of all ranks fails."""
+    """Kill rank 1, or fail its own code, in a training step; or fail the code of all ranks."""
     distributed.PROBE_S = 3.0
     world = world_of(rank, 3, directory)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
@@ -128,7 +128,7 @@ def test_a_lost_peer_is_distinguished_from_an_error_of_this_rank(tmp_path: Path,
 
 @pytest.mark.parametrize(("seconds", "lost"), [(0.001, True), (4.0, False), (4.999, False), (5.1, False)])
 def test_a_wait_that_ends_early_is_no_lost_peer(monkeypatch: pytest.MonkeyPatch, seconds: float, lost: bool) -> None:
-    """A dead peer is noticed at once; an error after most of the wait is its end, whatever the clocks say."""
+    """A dead peer is noticed at once. An error near the end of the wait is its timeout, under any clock."""
     now = [100.0]
 
     class Message:

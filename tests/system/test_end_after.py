@@ -1,4 +1,4 @@
-"""A process ends with its status, even while a destructor holds the interpreter's lock."""
+"""A process exits with its status, even while a destructor holds the interpreter's lock."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def backwards(path: Path) -> list[tuple[int, bytes]]:
 def test_lines_are_read_from_the_last_one_to_the_first(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], rest: bytes, block: int
 ) -> None:
-    """Each with its offset, however they lie in the blocks that are read; not what a kill has left incomplete."""
+    """Return each with its offset, under any alignment to blocks. A line that a kill left incomplete is skipped."""
     path = tmp_path_factory.mktemp("lines") / "record"
     path.write_bytes(b"".join(line + b"\n" for line in lines) + rest)
     with pytest.MonkeyPatch.context() as patch:
@@ -127,7 +127,7 @@ def test_only_the_end_of_a_file_is_read(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_beginning_of_a_file_becomes_another_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None
 ) -> None:
-    """Also where the kernel does not copy; and what is written to it then comes after that."""
+    """Include kernels that do not copy. Later writes come after the copy."""
     path = tmp_path / "record"
     path.write_bytes(b"0123456789")
     before = path.stat().st_ino
@@ -143,7 +143,7 @@ def test_the_beginning_of_a_file_becomes_another_file(
 
 
 def test_a_file_is_overwritten_where_the_kernel_writes_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut short, the note why a job is not requeued would be another one."""
+    """Cut short, the note that explains why a job is not requeued would be another note."""
     path = tmp_path / "note"
     path.write_bytes(b"3 because of this   \n")
     monkeypatch.setattr(files, "write_at", lambda fd, data, offset: os.pwrite(fd, data[:4], offset))
@@ -162,7 +162,7 @@ def test_a_file_that_is_too_short_to_be_copied_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["missing", "link", "second name", "folder"])
 def test_a_file_that_is_not_ours_alone_is_not_opened_in_place(tmp_path: Path, kind: str) -> None:
-    """Somebody may keep it as it is under its other name."""
+    """Another user may need it unchanged under its other name."""
     path = tmp_path / "record"
     if kind == "link":
         link(path)
@@ -279,7 +279,7 @@ def test_only_older_holders_temporary_files_are_swept(tmp_path: Path) -> None:
 
 
 def test_new_directories_are_synced_into_their_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each before the next is made, and the lowest that was there too: a kill may have come between."""
+    """Sync each before the next is made, and the lowest existing one too: a kill may have come in between."""
     done: list[str] = []
     monkeypatch.setattr(files, "fsync_dir", lambda path: done.append(f"sync {path.name}"))
     real = files.make_dir
@@ -301,7 +301,7 @@ def test_new_directories_are_synced_into_their_parents(tmp_path: Path, monkeypat
 
 
 def test_directory_made_at_the_same_moment_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the look that misses it and the next one: two shells that start the same run."""
+    """Two shells start the same run: the directory appears between the look that misses it and the next one."""
     real = files.is_taken
 
     def look(path: Path) -> bool:
@@ -317,7 +317,7 @@ def test_directory_made_at_the_same_moment_is_no_error(tmp_path: Path, monkeypat
 def test_file_system_without_directory_sync_is_written_to(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only its files are synced; what refuses to sync a file is an error."""
+    """Sync only its files. A refused sync of a file is an error."""
 
     def sync(fd: int) -> None:
         if stat.S_ISDIR(os.fstat(fd).st_mode):
@@ -352,7 +352,7 @@ def test_unsyncable_parent_does_not_block_a_directory(
 
 
 def test_unremovable_leftover_does_not_keep_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them could still be renamed by a process that wakes up later."""
+    """Each of the others could still be renamed by a process that wakes up later."""
     old = [tmp_path / f"{name}.json.tmp-lease-00000001-1-1" for name in "abcde"]
     newer = tmp_path / "a.json.tmp-lease-00000002-1-1"
     for path in (*old, newer):
@@ -402,7 +402,7 @@ PLACES = (
 def test_a_look_at_a_path_tells_what_path_itself_tells(
     tmp_path: Path, name: str, look: Callable[[Path], object], as_path_does: Callable[[Path], object]
 ) -> None:
-    """Also where nothing is, and where that cannot be told: then with the same error."""
+    """Compare missing and unreadable paths as well: the errors are equal."""
     (tmp_path / "file").touch()
     (tmp_path / "directory").mkdir()
     os.mkfifo(tmp_path / "fifo")

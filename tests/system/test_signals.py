@@ -83,7 +83,7 @@ def start(code: str, *words: str, **options: Any) -> subprocess.Popen[str]:
 
 
 def test_listener_gets_a_signal_the_main_thread_cannot_handle() -> None:
-    """A compilation or a long kernel delays Python's own handlers; the cause is noted nevertheless."""
+    """A compilation or a long kernel delays Python's handlers, but the cause is noted."""
     with start(LONG_CALL) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -100,7 +100,7 @@ def test_a_signal_before_the_listener_reaches_it_once() -> None:
 
 
 def test_later_signals_have_a_listener_of_their_own() -> None:
-    """The first one decides the cause; a later one may leave less time."""
+    """The first signal decides the cause; a later one may leave less time."""
     with start(LATER) as process:
         assert process.stdout is not None
         heard = [process.stdout.readline() for _ in range(3)]
@@ -117,7 +117,7 @@ def test_a_signal_to_a_forked_child_does_not_reach_its_parent() -> None:
 
 @pytest.mark.parametrize("rank", [None, "0", "1"])
 def test_ctrl_c_reports_at_once_and_the_second_one_ends(rank: str | None) -> None:
-    """Although the main thread is in one call of C for longer than this test takes. Rank 0 speaks for all ranks."""
+    """The main thread is in one C call for longer than this test takes. Rank 0 reports for all ranks."""
     env = {key: value for key, value in os.environ.items() if key != "RANK"} | ({} if rank is None else {"RANK": rank})
     with start(LONG_CALL, stderr=subprocess.PIPE, env=env) as process:
         assert process.stdout is not None
@@ -145,7 +145,7 @@ def test_a_process_whose_parent_tells_about_ctrl_c_is_quiet() -> None:
 
 
 def test_nohup_is_respected() -> None:
-    """What was started to ignore SIGHUP ignores it, and whatever it starts as well."""
+    """A process that was started to ignore SIGHUP ignores it, and so do its children."""
     with start(IGNORED, "nohup", stderr=subprocess.DEVNULL) as process:
         output, _ = process.communicate(timeout=400)
     assert (process.returncode, output) == (0, "ignored\n")
@@ -160,7 +160,7 @@ def test_a_process_that_is_stopped_by_its_terminal_knows_it() -> None:
 @pytest.mark.parametrize("signum", signals.STOP_SIGNALS)
 @pytest.mark.slow
 def test_signal_at_interpreter_shutdown_keeps_the_status(signum: signal.Signals) -> None:
-    """A scheduler that signals twice must not turn a finished run into a failed one."""
+    """A scheduler that signals twice must not make a finished run a failed one."""
     with start(AT_THE_END) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ending\n"

@@ -1,4 +1,4 @@
-"""What the threads of a process are doing can be asked at any time."""
+"""The stacks of a process's threads are available at any time."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ assert gc.isenabled()
 
 
 def test_a_garbage_collection_meanwhile_is_no_deadlock() -> None:
-    """It was one in Python 3.11.2, on each look of the hang watch: the process stopped, and no signal helped."""
+    """In Python 3.11.2 it was one, on each look of the hang watch: the process stopped, and no signal helped."""
     subprocess.run([sys.executable, "-c", COLLECTING], cwd=ROOT, check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""The stopwatch: its activities are the whole time, with no gap and no overlap, whoever reads it."""
+"""The stopwatch: its activities add up to the whole time, without gap or overlap, for any reader."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVENTS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 10_000), st.b
 
 @given(events=EVENTS, before=st.integers(0, 100))
 def test_each_second_belongs_to_exactly_one_activity(events: list[tuple[str, int, bool]], before: int) -> None:
-    """Compared with adding up by hand, over switches and blocks, by a clock that jumps as it likes."""
+    """Compare with manual sums over switches and blocks, by a clock with random jumps."""
     now = 1e6
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock, "monotonic", lambda: now)
@@ -45,7 +45,7 @@ def test_an_activity_that_fails_ends_too() -> None:
 
 
 def test_another_thread_never_reads_a_second_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may look in the middle of a switch: then each second still counts once, and none that was there is lost."""
+    """Read in the middle of a switch: each second counts once, and none is lost."""
     began = clock.monotonic()
     watch, wrong, done = Stopwatch("a", since=began - 1000), [], threading.Event()
 

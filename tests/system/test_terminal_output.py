@@ -1,4 +1,4 @@
-"""What a process prints once its terminal is closed, or once nobody reads its output any more."""
+"""The output of a process after its terminal is closed, or after its reader has exited."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_prints_to_a_closed_terminal_do_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("both", [False, True])
 def test_what_nobody_reads_does_not_change_the_exit_status(both: bool) -> None:
-    """Of standard output alone, and of both, as with `2>&1 | tee`."""
+    """Close standard output alone, or both, as with `2>&1 | tee`."""
     with subprocess.Popen(
         [sys.executable, "-c", OUTLIVE + UNREAD],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""How an attempt ends when the disk is full, a newer attempt has taken over, or this process cannot end by itself."""
+"""The end of an attempt on a full disk, after a newer attempt took over, or if the process cannot exit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from runner.training.ranks.peer_watch import PeerWatch
 
 
 class Requeued(TinyJob):
-    """A job that is restarted unless a rank records its verdict; notes what it is told."""
+    """A job that is restarted unless a rank records its verdict; it notes each request."""
 
     def __init__(self, restart_count: int = 0) -> None:
         super().__init__(restart_count)
@@ -86,14 +86,14 @@ def test_a_module_that_cannot_be_imported_fails_no_run_for_good(
 
 
 class Submitted(Requeued):
-    """One whose submission is known."""
+    """A requeued job whose submission is known."""
 
     def identity(self) -> dict[str, Any]:
         return {**super().identity(), "submission": "s"}
 
 
 def test_earlier_start_trains_nothing_after_a_later_one(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    """Although a command, which pruned checkpoints, say, has held the lease since."""
+    """A later command, such as a prune of checkpoints, has held the lease since."""
     job = Submitted(0)
     with tiny_attempts():
         assert training_attempt.attempt(run.path, Submitted(1)) == ExitStatus.FINISHED
@@ -111,7 +111,7 @@ def test_earlier_start_trains_nothing_after_a_later_one(run: RunDir, capsys: pyt
 def test_a_run_with_its_completion_mark_has_not_failed(
     named: bool, run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The disk refuses the mark, before or after it has its name: the records say what others see from then on."""
+    """Let the disk refuse the mark, before or after it has its name: the records state what others see afterwards."""
     write = files.write_json
 
     def refuse(path: Path, *arguments: Any, **options: Any) -> None:
@@ -136,7 +136,7 @@ def test_a_run_with_its_completion_mark_has_not_failed(
 
 
 def test_run_is_finished_once_its_last_checkpoint_is_durable(run: RunDir) -> None:
-    """The last save counts for the next attempt even if the sync of its name failed; a power loss may take it then."""
+    """The last save counts even if the sync of its name failed; a power loss may then delete it."""
     sync, synced = files.fsync_dir, list[Path]()
 
     def refuse(directory: Path) -> None:
@@ -159,9 +159,7 @@ def test_run_is_finished_once_its_last_checkpoint_is_durable(run: RunDir) -> Non
 
 
 def test_a_bug_in_a_users_code_is_a_crash_with_its_traceback(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    """And not the end of this process, whose records would be those of one that was killed; nor is it for the watch of
-    the other ranks to record another one meanwhile.
-    """
+    """Check that it neither ends this process like a kill, nor lets the watch of the other ranks record another end."""
     end, done = AttemptLog.end, list[str]()
 
     def raises(session: TinySession, steps: int) -> bool:
@@ -190,7 +188,7 @@ def test_a_bug_in_a_users_code_is_a_crash_with_its_traceback(run: RunDir, capsys
 
 
 def test_refusals_before_the_records_open_are_printed(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing else would say why the process has failed."""
+    """Without the message, nothing would explain the failure of the process."""
 
     def make(world: World) -> ExitStatus:
         raise OSError(errno.EIO, "Input/output error", str(run.lease))
@@ -246,7 +244,7 @@ def test_disk_error_at_checkpoints_fails_no_finished_run(run: RunDir) -> None:
 def test_disk_error_at_checkpoints_makes_no_crash_of_a_signal(
     refused: int, run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At the beginning of the end, at its record, and when that has been written."""
+    """Fail at the beginning of the end, at its record, and after that is written."""
     newest_step, looks = RunDir.newest_step, itertools.count()
 
     def refuse(run: RunDir) -> int:
@@ -290,7 +288,7 @@ def test_the_verdict_is_recorded_before_the_process_may_be_ended(run: RunDir, mo
 def test_a_rank_without_peers_ends_with_its_status(
     superseded: bool, run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also if the system has no timer left that would end the process otherwise."""
+    """Cover a system without a timer that would end the process."""
     done: list[Any] = []
 
     def no_timer(seconds: int, status: int) -> None:
@@ -326,7 +324,7 @@ def test_a_rank_without_peers_ends_with_its_status(
 def test_a_hang_is_recorded_with_its_stacks(
     restarted: bool, refused: bool, run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a disk that takes no more, the stacks are in the output."""
+    """Print the stacks if the disk accepts no more data."""
     ended: list[int] = []
     write = files.write_atomic
 
@@ -356,7 +354,7 @@ def test_a_hang_is_recorded_with_its_stacks(
 
 
 def test_a_hang_is_recorded_before_the_loggers_are_closed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of them may hang as well until the process is ended."""
+    """A logger may hang as well, until the process is ended."""
     at_close: list[dict[str, Any]] = []
     monkeypatch.setattr(processes, "end_after", lambda seconds, status: None)
     monkeypatch.setattr(processes, "end_now", lambda status: None)

@@ -1,4 +1,4 @@
-"""The average of the weights: its numbers, its place in a checkpoint, under DDP and FSDP2, and its export."""
+"""The average of the weights: its numbers, its place in a checkpoint, DDP and FSDP2, and its export."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def step(toy: Toy, average: Average) -> None:
 
 @pytest.mark.parametrize("cut", [0, 1, 3])
 def test_a_resumed_average_is_bit_identical(tmp_path: Path, cut: int) -> None:
-    """Also when nothing was averaged before the cut: the first update is not like the others."""
+    """Include a cut before the first average, because the first update differs from the others."""
     toy, saving = Toy(), manager(tmp_path)
     average = average_of(toy.model)
     toy.train()
@@ -115,7 +115,7 @@ def test_a_model_that_cannot_be_copied_is_one_line() -> None:
 
 
 def ranks(rank: int, world: int, strategy: str, directory: str, resume: bool) -> None:
-    """Train 2 steps, save, and 2 more; or load, and only the 2 more."""
+    """Train 2 steps, save, and train 2 more; or load, and train only the last 2."""
     method = f"file://{directory}/rendezvous-{strategy}-{world}-{resume}"
     torch.distributed.init_process_group("gloo", init_method=method, rank=rank, world_size=world)
     torch.manual_seed(resume)
@@ -160,7 +160,7 @@ def test_an_average_on_two_ranks_resumes_bit_for_bit(tmp_path: Path, strategy: s
 
 
 def test_a_step_runs_while_another_thread_imports_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save imports it for the first time; the module is there before its names are."""
+    """The first save imports FSDP. The module exists before its names do."""
     monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", ModuleType("torch.distributed.fsdp"))
     with accumulating(Computation(nn.Linear(1, 1), lambda model, batch: model(batch)), last=True):
         pass

@@ -1,4 +1,4 @@
-"""Callbacks change nothing of a run, survive every kill with their state, and each mistake in one is one line."""
+"""Callbacks change nothing of a run, survive every kill with their state, and a mistake in one is one line."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ KILLED = {
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KILLED)
 def test_a_killed_run_with_callbacks_is_bit_identical(kind: str, tmp_path: Path) -> None:
-    """They draw from all generators, seed them, keep a state and log; one raises."""
+    """Let callbacks draw from all generators, seed them, keep a state and log; one raises."""
     ranks, added = KILLED[kind]
     plain = Run(tmp_path / "plain", [*COMMON, *(word for word in added if "callbacks" not in word)], ranks=ranks)
     plain.finish()
@@ -185,7 +185,7 @@ def test_what_cannot_be_logged_is_one_line(
 
 
 def test_a_report_that_the_disk_refuses_stops_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Nor does a look at the lease that fails; a newer attempt does."""
+    """A failed check of the lease does not stop it either; a newer attempt does."""
     callbacks = opened(tmp_path, "{_target_: hooks.Logs}")
     callbacks.hooks[0].callback.__init__(name="loss")
 
@@ -287,7 +287,7 @@ def test_modes_are_put_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("normals", [0, 1, 2])
 @pytest.mark.parametrize("draws", [0, 623, 1000])
 def test_lent_generators_come_back_as_they_were(draws: int, normals: int) -> None:
-    """Also the second of a pair of normal draws, which waits outside of numpy's state."""
+    """Include the second of a pair of normal draws, which is not in numpy's state."""
     np.random.seed(draws + normals)
     np.random.standard_normal(normals)
     np.random.random(draws)
@@ -301,7 +301,7 @@ def test_lent_generators_come_back_as_they_were(draws: int, normals: int) -> Non
 
 
 def test_their_draws_depend_on_the_step_alone(tmp_path: Path) -> None:
-    """Not on the training's generators, other callbacks, or how often a run was killed; every step draws others."""
+    """Draws don't depend on training's generators, other callbacks or kills, and differ at every step."""
     first = opened(tmp_path, "{_target_: hooks.Drawing}")
     drawn = [first.step_end(step, {"step": step})["drawn"] for step in (1, 2, 3)]
     assert len(set(drawn)) == 3

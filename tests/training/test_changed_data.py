@@ -1,4 +1,4 @@
-"""What a checkpoint and the run that loads it must have in common of their data."""
+"""What a checkpoint and the run that loads it must have in common in their data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.training.data import sources
 
 @pytest.mark.promise("data that were edited between a kill and the resume are refused, of a dataset of your own too")
 def test_a_file_that_a_source_names_has_to_stay_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However large it is; of a dataset that does not say itself what it has."""
+    """Cover files of any size, of a dataset without a fingerprint."""
     monkeypatch.setattr(sources, "WHOLE_FILE_BYTES", 8)
     one, other = tmp_path / "one.jsonl", tmp_path / "other" / "one.jsonl"
     other.parent.mkdir()

@@ -1,4 +1,4 @@
-"""What is counted is called what it is: samples always, tokens only where there are any."""
+"""Counts have true names: samples always, tokens only where the data have tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that ends before its last step: by early stopping, or because a callback asks for it."""
+"""A run that ends before its last step: by early stopping, or because a callback requests it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def mark(run: Run) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_more_patience_continues_a_run_that_ended_early(tmp_path: Path) -> None:
-    """To the same end as without early stopping, bit for bit; and whatever it is set to, it decides."""
+    """Reach the same end as without early stopping, bit for bit. Any value of the setting decides."""
     plain = Run(tmp_path / "plain", COMMON)
     plain.finish()
     other = "+callbacks.other={_target_: hooks.Stops, step: 99}"  # one that has nothing to do with it
@@ -62,7 +62,7 @@ def test_more_patience_continues_a_run_that_ended_early(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["on_step_end", "on_evaluation"])
 def test_a_callback_ends_a_run_until_it_is_removed(method: str, tmp_path: Path) -> None:
-    """Also where the attempt was killed after its last save, before it marked the run as finished."""
+    """Include an attempt that was killed after its last save, before it marked the run as finished."""
     plain = Run(tmp_path / "plain", COMMON)
     plain.finish()
     step = 7 if method == "on_step_end" else 8
@@ -83,7 +83,7 @@ def test_a_callback_ends_a_run_until_it_is_removed(method: str, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_signal_in_the_last_evaluation_loses_no_request(tmp_path: Path) -> None:
-    """The callback is not called again for a step that is complete."""
+    """The callback is not called again for a complete step."""
     callback = f"+callbacks.stops={{_target_: hooks.Stops, step: 8, signaled: {tmp_path / 'signaled'}}}"
     run = Run(tmp_path / "run", [*COMMON, callback])
     run.start()
@@ -120,7 +120,7 @@ def test_killed_before_its_early_end_a_run_ends_at_the_same_step(tmp_path: Path)
 @pytest.mark.timeout(1800)
 @pytest.mark.xdist_group("rank-invariant")
 def test_ranks_and_kills_do_not_change_where_a_run_ends(shapes: Shapes, tmp_path: Path) -> None:
-    """With weighted losses, and evaluations and checkpoints by epochs; killed ten times on one to three ranks."""
+    """Use weighted losses, and evaluations and checkpoints by epochs; kill the run ten times on one to three ranks."""
     assert shapes.run(tmp_path / "plain", RANKS, [Part(1)]) == [0]
     plain, run = (Run(tmp_path / name, []) for name in ("plain", "run"))
     random = Random(new_seed())

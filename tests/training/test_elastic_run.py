@@ -29,7 +29,7 @@ def records(run: Run) -> list[dict[str, Any]]:
 @pytest.mark.timeout(1800)
 @pytest.mark.promise("killed on 4 ranks, then on 2 and 1, ended on 3: every sample exactly once")
 def test_four_ranks_then_two_one_and_three_see_the_same_samples(tmp_path: Path) -> None:
-    """With another batch of each rank, and the same global batch: same ledger, same loss up to rounding."""
+    """Change the batch of each rank but keep the global batch: same ledger, same loss up to rounding."""
     whole = Run(tmp_path / "whole", [*COMMON, "train.batch_size=12"])
     whole.finish()
     for ranks, batch, until in ((4, 3, 9), (2, 6, 16), (1, 4, 25)):
@@ -47,7 +47,7 @@ def test_four_ranks_then_two_one_and_three_see_the_same_samples(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_another_global_batch_resumes_at_the_same_position(tmp_path: Path) -> None:
-    """With another global batch the same sequence of samples continues: none repeated, none lost."""
+    """Continue the same sequence of samples with another global batch: none repeated, none lost."""
     common = [*COMMON, "phases.late.start_step=1000"]  # a phase would begin at another position
     first = Run(tmp_path / "run", [*common, "train.batch_size=12", "train.steps=10"])
     first.finish()
@@ -63,7 +63,7 @@ def test_another_global_batch_resumes_at_the_same_position(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_weights_edited_between_attempts_need_consent(tmp_path: Path) -> None:
-    """Changed weights are refused, naming the change; if allowed, every source continues at its key."""
+    """Refuse changed weights, and name the change. If it is allowed, every source continues at its key."""
     run = Run(tmp_path / "run", [*COMMON, "train.batch_size=6", "train.steps=12"])
     run.finish()
     before = records(run)[-1]["sources"]

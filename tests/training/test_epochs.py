@@ -1,4 +1,4 @@
-"""`train.epochs`: so many passes over the data, whatever happens in between."""
+"""`train.epochs`: a number of passes over the data, whatever happens in between."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TWO += [f"+data.sources.{name}={{_target_:custom.Rows,length:{length}}}" for nam
 
 
 def step_records(run: Run) -> list[dict[str, Any]]:
-    """Those of steps, without those of evaluations."""
+    """Return the records of steps, without those of evaluations."""
     return [record for record in run.records() if "loss" in record]
 
 
@@ -71,7 +71,7 @@ def test_the_steps_of_epochs(kind: str, epochs: float, sizes: list[int], shape: 
 def test_an_epoch_is_complete_after_one_step(
     kind: str, every: float, total: int, ranks: int, batch: int, change: int, larger: int
 ) -> None:
-    """The last step of a run of so many epochs, for every multiple; also after a change of the batch shape."""
+    """Check every multiple, also after a change of the batch shape."""
     shapes = [BatchShape(0, ranks, batch)]
     if kind == "elastic":
         shapes.append(BatchShape(change, ranks, batch * larger))
@@ -134,7 +134,7 @@ def test_a_mark_of_epochs_answers_for_epochs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_extended_run_ends_after_its_last_epoch(tmp_path: Path) -> None:
-    """Evaluated before the first step and twice in an epoch, saved once."""
+    """Evaluate before the first step and twice in an epoch; save once."""
     held_out = [*(each for each in ONE if not each.startswith("checkpoint.")), "checkpoint.every_steps=null"]
     held_out += ["+data.eval_sources.held={_target_:custom.Rows,length:8}", "checkpoint.keep_last=9"]
     held_out += ["eval.at_start=true", "eval.every_steps=null", "eval.every_epochs=0.5", "checkpoint.every_epochs=1"]
@@ -164,7 +164,7 @@ def test_extended_run_ends_after_its_last_epoch(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_another_global_batch_ends_after_the_same_samples(tmp_path: Path) -> None:
-    """The schedule follows the steps that are left, although the checkpoint knows only then how many were made."""
+    """The schedule follows the remaining steps, although only the checkpoint knows how many were made."""
     overrides = [entry for entry in TWO if "total_steps" not in entry] + ["train.epochs=2"]
     overrides += [
         "+data.eval_sources.held={_target_:custom.Rows,length:8}",

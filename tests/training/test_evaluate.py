@@ -1,4 +1,4 @@
-"""Evaluations of saved checkpoints: the bits that the run itself records, each once."""
+"""Evaluations of saved checkpoints: the bits that the run records, each once."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ KINDS: dict[str, list[str]] = {
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with checkpoints of steps 2, 4 and 6."""
+    """Make a finished run with checkpoints of steps 2, 4 and 6."""
     return here.trained(tmp_path_factory.mktemp("evaluate") / "run", PACED)
 
 
@@ -67,17 +67,17 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def own(run: Path) -> dict[int, dict[str, Any]]:
-    """What the run has recorded of its evaluations, by step."""
+    """Return the run's own evaluation records by step."""
     return {each["step"]: each for each in lines(run / "metrics.jsonl") if any("eval" in key for key in each)}
 
 
 def results(run: Path) -> list[dict[str, Any]]:
-    """What `runner evaluate` has added, in the order of the steps."""
+    """Return the results that `runner evaluate` has added, in the order of the steps."""
     return [json.loads(file.read_text()) for file in sorted((run / "evaluations").glob("step_*.json"))]
 
 
 def added(run: Path) -> dict[int, dict[str, Any]]:
-    """What it has added by the run's own settings, by step; each step once."""
+    """Return the results added with the run's own settings, by step; each step once."""
     found = [each for each in results(run) if "settings" not in each]
     assert len({each["step"] for each in found}) == len(found)
     return {each.pop("step"): each for each in found}
@@ -123,7 +123,7 @@ def test_of_a_run_on_two_ranks_and_by_a_job_of_two_ranks(tmp_path: Path) -> None
     assert without_step(added(run.path)) == without_step(own(run.path))
     assert set(added(run.path)) == {2, 4, 6}
 
-    # The disk of one machine refuses a checkpoint: all ranks leave it, and evaluate the others.
+    # If the disk of one machine refuses a checkpoint, all ranks skip it and evaluate the others.
     for file in (run.path / "evaluations").glob("step_*.json"):
         file.unlink()
     refuses = (
@@ -149,7 +149,7 @@ def test_of_a_run_on_two_ranks_and_by_a_job_of_two_ranks(tmp_path: Path) -> None
 
 
 def requested(run: Path, *overrides: str, step: str = "all") -> Request:
-    """A submitted evaluation, without its job."""
+    """Return a submitted evaluation, without its job."""
     plain = Composer().recompose(run, overrides).plain
     request = Request(evaluation_digest(plain), step, overrides, plain)
     directory = request.directory(RunDir(run))
@@ -197,7 +197,7 @@ def evaluating(run: Path, *words: str, **env: str) -> subprocess.Popen[str]:
 
 
 def held(run: Path, batches: int) -> dict[str, str]:
-    """The environment of an evaluation that idles after so many batches."""
+    """Return the environment of an evaluation that idles after this many batches."""
     env = Run(run, []).hold(batches)
     return {**env, "HELD_IN": "evaluation", "HELD_S": "1000"}
 
@@ -214,7 +214,7 @@ def wait(condition: Callable[[], bool], process: subprocess.Popen[str] | None = 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_stopped_in_the_middle_the_same_command_continues(run: Path, signum: int) -> None:
-    """In the first of two batches of the second checkpoint."""
+    """Stop in the first of two batches of the second checkpoint."""
     process = evaluating(run, "--step", "all", **held(run, 2))
     wait(Run(run, []).idles, process)
     assert list(added(run)) == [2]
@@ -246,7 +246,7 @@ def test_a_preempted_job_continues_after_its_requeue(run: Path, capsys: Any) -> 
 
 
 def at(directory: Path, job: FakeJob) -> int:
-    """An attempt of this process, whose signal handlers and stop flag are put back."""
+    """Yield an attempt in this process; restore its signal handlers and stop flag."""
     from runner.system.signals import STOP, STOP_SIGNALS
 
     handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
@@ -281,7 +281,7 @@ def test_corrupt_checkpoint_is_left_out_of_all(run: Path, capsys: Any) -> None:
 
 @contextmanager
 def unreadable(run: Path, monkeypatch: pytest.MonkeyPatch, times: int, whole: bool = False) -> Iterator[None]:
-    """The disk refuses so many times to read the manifest of step 4, and to tell whether `whole` that is there."""
+    """Refuse `times` reads of the manifest of step 4; with `whole`, every look at its directory, too."""
     real, look, refused = files.open_regular, files.stat, list(range(times))
 
     def stat(path: Any, **options: Any) -> Any:
@@ -306,7 +306,7 @@ def unreadable(run: Path, monkeypatch: pytest.MonkeyPatch, times: int, whole: bo
 def test_an_error_of_the_disk_leaves_no_checkpoint_out(
     run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
-    """The others are evaluated, the command fails, and the same command completes it."""
+    """The others are evaluated, the command fails, and a rerun completes the evaluation."""
     words = ["evaluate", run, "--step", "all"]
     with unreadable(run, monkeypatch, 1000, whole=whole):
         assert here.command(*words) == 1
@@ -320,7 +320,7 @@ def test_an_error_of_the_disk_leaves_no_checkpoint_out(
 
 
 def test_job_refused_a_checkpoint_by_the_disk_is_started_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As often as one that cannot start: it counts as begun only if it has evaluated something, or found all done."""
+    """An attempt counts as begun only if it has evaluated a checkpoint, or found all done."""
     directory, reasons = requested(run).directory(RunDir(run)), list[str | None]()
 
     def yield_verdict(job: FakeJob, reason: str | None = None) -> bool:
@@ -396,7 +396,7 @@ def test_checkpoint_deleted_meanwhile_is_left_out(run: Path, monkeypatch: pytest
 
 
 def test_the_records_of_the_run_stay_those_of_one_run(run: Path, capsys: Any) -> None:
-    """Neither status nor report take an evaluation for a run, and a report has its results."""
+    """Neither status nor report mistakes an evaluation for a run; a report includes its results."""
     requested(run)
     assert here.command("evaluate", run, "--step", "all", "eval.batches=1") == 0
     assert [found.path for found in find_runs(run.parent)] == [run]

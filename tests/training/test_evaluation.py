@@ -46,7 +46,7 @@ def test_each_sample_counts_once_and_ranks_take_equal_turns(
         batches = list(RankBatches(held_out, world))
         assert len(batches) == len(held_out.turns(world))
         assert all(batches)  # one that does not count is computed as well, and must not be empty
-    # A stream, whose length nobody knows, is dealt out in the same way.
+    # A stream of unknown length is dealt out in the same way.
     numbers = [[number for number, _ in StreamSource(range(samples), limit).turns(world)] for world in worlds]
     assert sorted(number for mine in numbers for number in mine if number is not None) == list(
         range(min(samples, limit))
@@ -55,7 +55,7 @@ def test_each_sample_counts_once_and_ranks_take_equal_turns(
 
 
 def configured(sizes: dict[str, int], stream: int, *more: str) -> Config:
-    """Held-out sources of these sizes, and a stream."""
+    """Compose a config with held-out sources of these sizes, and a stream."""
     held_out = [
         f"+data.eval_sources.{name}={{_target_:custom_tasks.Points,size:{n},seed:{n}}}" for name, n in sizes.items()
     ]
@@ -136,7 +136,7 @@ def test_result_names_are_checked_with_a_batch_per_source() -> None:
 
 
 def test_sources_are_evaluated_together_and_each_by_itself() -> None:
-    """Against a computation of its own, from the samples."""
+    """Compare with an independent computation from the samples."""
     config = configured({"a": 5, "b": 11}, 7, "eval.batch_size=2", "eval.batches=3", *METRICS)
     found = results(config)
     model = evaluation(config, World()).forward.model.eval()
@@ -158,7 +158,7 @@ def weighted(model: nn.Module, batch: torch.Tensor) -> Any:
 
 
 def test_with_weights_a_result_is_the_mean_over_all_of_them() -> None:
-    """But for functions of a batch, whose values count once each."""
+    """Functions of a batch are an exception: their values count once each."""
     config = configured({"a": 5, "b": 11}, 0, "eval.batch_size=2", METRICS[2])
     made = evaluation(config, World())
     made.forward.task = Task("task", weighted, weighted)

@@ -1,4 +1,4 @@
-"""What torch decides anew in each process changes no bit; what is not exact is said before the first step."""
+"""Choices that torch makes anew in each process change no bit. Inexact settings are reported before the first step."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ EQUAL, DEALT = BatchShape(0, 2, 8, 3), BatchShape.dealt(0, 2, 8, 6)
     ],
 )
 def test_another_way_to_split_a_step_is_said(shape: BatchShape, before: BatchShape | None, said: list[str]) -> None:
-    """Where it changes more than the ranks do anyway."""
+    """Warn where the split changes more than the ranks do anyway."""
     found = inexact(Config(), CPU, state(1, shape), None if before is None else state(1, before))
     assert len(found) == len(said)
     assert all(words in reason for words, reason in zip(said, found, strict=True))
 
 
 def test_deterministic_gpu_training_has_its_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without them its first matrix product raises; a choice of the user's is left."""
+    """Without workspaces the first matrix product raises. A choice of the user's stays."""
     monkeypatch.setattr(processes, "environment", environment := dict[str, str]())
     config = Config()
     try:
@@ -88,7 +88,7 @@ def test_deterministic_gpu_training_has_its_workspaces(monkeypatch: pytest.Monke
 
 
 def mkl_cpu() -> ctypes.c_int32:
-    """Where MKL's vector functions note the CPU: the variable that `mkl_vml_serv_cpu_detect` reads first."""
+    """Return the CPU type noted by MKL's vector functions: the variable that `mkl_vml_serv_cpu_detect` reads first."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     detect = getattr(library, "mkl_vml_serv_cpu_detect", None)
     address = ctypes.cast(detect, ctypes.c_void_p).value if detect else None
@@ -100,7 +100,7 @@ def mkl_cpu() -> ctypes.c_int32:
 
 @pytest.mark.parametrize("tries", [50, pytest.param(500, marks=pytest.mark.slow)])
 def test_vector_kernels_are_chosen_before_a_second_thread(tries: int) -> None:
-    """Otherwise one of some thirty processes begins with roots right to 12 bits in a part of the tensor."""
+    """Otherwise about one process in thirty first computes roots right to 12 bits in a part of the tensor."""
     cpu = mkl_cpu()
     threads = torch.get_num_threads()
     values = torch.linspace(0.1, 1.0, 1 << 17)
@@ -122,7 +122,7 @@ def test_vector_kernels_are_chosen_before_a_second_thread(tries: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_compiled_run_with_two_threads_is_exact_after_a_kill(tmp_path: Path) -> None:
-    """Its backward pass used to add from both threads at once, in any order: two runs differed within a few steps."""
+    """Its backward pass used to add from both threads in any order: two runs differed within a few steps."""
     tiny = [entry for entry in TINY if not entry.startswith(("run.threads", "data.sequence_length"))]
     common = [*tiny, PACED, "run.threads=2", "train.compile=true", "train.steps=16", "eval.every_steps=8"]
     common += ["train.batch_size=32", "checkpoint.every_steps=5"]

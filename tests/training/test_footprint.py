@@ -1,4 +1,4 @@
-"""The model at a glance: what is counted, once, and a measure of memory that takes none and changes nothing."""
+"""The model summary: what is counted, once, and a memory estimate that allocates nothing and changes nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = [*here.SHORT, "data.vocab_size=32"]
 
 
 class Tied(nn.Module):
-    """An embedding that is the output layer, too, a frozen part, a buffer, and a parameter at the top."""
+    """A model with an embedding tied to the output layer, a frozen part, a buffer, and a parameter at the top."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Tied(nn.Module):
 
 
 class Patient(torch.optim.SGD):
-    """An optimizer of the user's own."""
+    """A user's optimizer."""
 
 
 def with_optimizer(model: nn.Module, kind: Any, **options: Any) -> Optimizers:
@@ -81,7 +81,7 @@ def test_the_state_is_foreseen_and_nothing_is_changed(kind: Any, options: dict[s
 
 
 def test_an_optimizer_of_the_users_own_is_not_tried_out() -> None:
-    """It may keep more than its state: only its first step tells."""
+    """It may keep more than its state, which is known only after its first step."""
     model = Tied()
     optimizers = with_optimizer(model, Patient, lr=0.1, momentum=0.9)
     found = measured(model, optimizers, averaged=False)
@@ -136,7 +136,7 @@ def test_what_a_step_trains_on(words: list[str], ranks: int, line: str) -> None:
 
 
 def test_a_run_begins_with_the_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The same that is foreseen; nothing of it is in the metrics."""
+    """Compare the line with the estimate; none of it is in the metrics."""
     here.trained(tmp_path / "run", "train.steps=1", "eval.every_steps=0")
     _, line, *_ = capfd.readouterr().err.splitlines()
     config = load(tmp_path / "run")

@@ -1,6 +1,4 @@
-"""Branches of runs: a change that could have been planned gives the very run that had been planned so, whatever is
-killed on the way; and every other change acts from the step of the fork on.
-"""
+"""Branches: a branch equals a run planned with its change, whatever is killed; other changes act from the fork on."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def words(sampler: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trunks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A finished trunk with a checkpoint of every second step, by sampler."""
+    """Return finished trunks, by sampler, with a checkpoint of every second step."""
     preload()
     root = tmp_path_factory.mktemp("trunks")
     for sampler in ("elastic", "mixture"):
@@ -43,7 +41,7 @@ def trunks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def trunk(trunks: dict[str, Path], tmp_path: Path) -> Path:
-    """An elastic one of its own."""
+    """Copy the elastic trunk."""
     return Path(shutil.copytree(trunks["elastic"], tmp_path / "o" / "trunk"))
 
 
@@ -73,7 +71,7 @@ def test_a_branch_is_the_run_that_was_planned_so(
     added: int | None,
     seed: int,
 ) -> None:
-    """Also if its command is killed again and again, in the take-over of the checkpoint and in the training."""
+    """Kill the command again and again, while it takes over the checkpoint and while it trains."""
     root, rng = tmp_path_factory.mktemp("drawn"), random.Random(seed)
     change = []
     change += [] if temperature is None else [f"sampler.temperature={temperature}"]
@@ -102,7 +100,7 @@ def test_a_branch_is_the_run_that_was_planned_so(
 
 
 def test_the_branch_survives_its_trunk(trunk: Path, tmp_path: Path) -> None:
-    """Deleted after the fork: an attempt that was killed is resumed, and prune deletes nothing of the branch."""
+    """Delete the trunk after the fork: a killed attempt is resumed, and prune deletes nothing of the branch."""
     fork = ["fork", "o/trunk", "--step", "4", "sampler.temperature=3"]
     run(tmp_path, *fork, "run.dir=o/whole")
     for calls in range(20, 80, 10):  # until it is a run, with the checkpoint
@@ -128,7 +126,7 @@ def test_a_moved_directory_of_runs_has_the_same_branches(trunk: Path, tmp_path: 
 
 @pytest.mark.parametrize("second", [4, 6])
 def test_a_fork_of_a_fork(trunk: Path, tmp_path: Path, second: int) -> None:
-    """At a later step or at the same one, it has the changes of both, and takes place after kills as without."""
+    """Fork at a later step or at the same one: both changes act, and kills change nothing."""
     first = ["sampler.temperature=3", "optimizer.weight_decay=0.5", "seed=3"]
     run(tmp_path, "fork", "o/trunk", "--step", "4", *first, "run.dir=o/one")
     run(tmp_path, "fork", "o/one", "--step", str(second), "optimizer.lr=0.002", "run.dir=o/two")
@@ -147,7 +145,7 @@ def test_a_fork_of_a_fork(trunk: Path, tmp_path: Path, second: int) -> None:
 
 
 def test_seeds_differ_and_each_repeats(trunk: Path, tmp_path: Path) -> None:
-    """A seed reseeds dropout and the like; the order of samples keeps that of the trunk."""
+    """A seed reseeds dropout and similar draws. The order of samples stays that of the trunk."""
     for seed in (0, 1, 2):
         run(tmp_path, "fork", "o/trunk", "--step", "4", f"seed={seed}")
     seeds = {seed: made(trunk.parent, f"-seed{seed}-") for seed in (0, 1, 2)}
@@ -184,7 +182,7 @@ def test_other_settings_of_the_optimizer_keep_its_state(trunk: Path, tmp_path: P
 def test_another_optimizer_begins_without_a_state(
     trunk: Path, tmp_path: Path, change: list[str], difference: str
 ) -> None:
-    """It says so, follows its schedule from the step of the fork on, and repeats after kills."""
+    """It prints a warning, follows its schedule from the step of the fork on, and repeats after kills."""
     fork = ["fork", "o/trunk", "--step", "4", *change]
     output = run(tmp_path, *fork, "run.dir=o/branch")
     assert "warning: the optimizer begins without a state: it was " + difference in output
@@ -210,7 +208,7 @@ def test_other_optimizer_begins_again_if_its_state_is_corrupt(trunk: Path, tmp_p
 
 
 def test_a_longer_branch_and_other_workers(trunk: Path, tmp_path: Path) -> None:
-    """With a schedule that does not follow the length, it is the run that was as long from the start."""
+    """With a schedule that does not follow the length, it equals a run of that length."""
     longer = [word for word in words("elastic") if not word.startswith("train.steps")]
     run(tmp_path, *longer, "train.steps=13", "scheduler=constant", "run.dir=o/long")
     run(tmp_path, *longer, "train.steps=10", "scheduler=constant", "run.dir=o/short")
@@ -221,7 +219,7 @@ def test_a_longer_branch_and_other_workers(trunk: Path, tmp_path: Path) -> None:
 
 
 def test_ranks(tmp_path: Path) -> None:
-    """On two ranks like planned on two; on one rank after a trunk on two with the same samples."""
+    """Compare two ranks with a run planned on two; and one rank after a trunk on two with the same samples."""
     from forked import attempt_of, finish
 
     preload()
@@ -253,7 +251,7 @@ def test_ranks(tmp_path: Path) -> None:
 
 
 def test_streams_own_samplers_epochs_and_callbacks(tmp_path: Path) -> None:
-    """Whatever keeps a state of its own continues in the branch: without a change it is the trunk."""
+    """Everything with a state continues in the branch: without a change it equals the trunk."""
     stream = "data.loader={_target_: custom.stream_loader, length: 500, sequence_length: 8, batch_size: 4}"
     no_mixture = [word for word in TINY if word != "data=mixture"]
     rows = tmp_path / "rows.txt"
@@ -276,7 +274,7 @@ def test_streams_own_samplers_epochs_and_callbacks(tmp_path: Path) -> None:
 
 
 def test_two_at_once(trunk: Path, tmp_path: Path) -> None:
-    """The same command twice at the same moment is one branch; different ones do not hinder each other."""
+    """The same command twice at once makes one branch. Different commands do not block each other."""
     preload()
     from forked import fork
 
@@ -294,7 +292,7 @@ def test_two_at_once(trunk: Path, tmp_path: Path) -> None:
 
 
 def test_the_past_of_a_live_trunk(tmp_path: Path) -> None:
-    """It may be forked; its future is refused here, with what to do about it."""
+    """Fork its past. A fork of its future is refused, with the remedy."""
     preload()
     from forked import fork
     from runs import Run

@@ -1,4 +1,4 @@
-"""Gradients added up over micro-batches and ranks: the same sums, however they are grouped, taken and sent."""
+"""Gradients summed over micro-batches and ranks: the same sums under any grouping, order and communication."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Sums = list[torch.Tensor | None]
 
 
 class Model(nn.Module):
-    """Layers of several sizes, in another order than they are used in; one that not every batch uses, a frozen one.
+    """Layers of several sizes, called in another order than defined; one is not always used, one is frozen.
 
     Args:
-        shared: call the first layer twice, in checkpoints that go backward by themselves: its gradient comes in parts.
+        shared: call the first layer twice, in checkpoints with their own backward pass, so its gradient comes in parts.
     """
 
     def __init__(self, shared: bool = False) -> None:
@@ -62,14 +62,14 @@ def gradients(model: Model) -> Sums:
 
 
 def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
-    """One that is missing counts as 0."""
+    """Add two gradients; a missing one counts as 0."""
     if left is None and right is None:
         return None
     return (0.0 if left is None else left) + (torch.zeros(()) if right is None else right)
 
 
 def expected(leaves: int, shared: bool = False) -> list[Sums]:
-    """By step, the sums of gradients that are computed one micro-batch after the other."""
+    """Return, by step, the sums of gradients that are computed one micro-batch after the other."""
     torch.manual_seed(0)
     model = Model(shared)
     steps = []
@@ -84,7 +84,7 @@ def expected(leaves: int, shared: bool = False) -> list[Sums]:
 
 
 def summed(world: World, leaves: int, early: bool, shared: Callable[[int], bool] = lambda step: False) -> list[Sums]:
-    """The same by a GradientSum, this rank's share of the micro-batches."""
+    """Return the sums of a GradientSum over this rank's share of the micro-batches."""
     torch.manual_seed(0)
     model = Model()
     shares = [share_of(leaves, world.size, rank) for rank in range(world.size)]
@@ -111,7 +111,7 @@ def summed(world: World, leaves: int, early: bool, shared: Callable[[int], bool]
 
 
 def assert_equal(found: list[Sums], wanted: list[Sums]) -> None:
-    """Bit for bit; what no micro-batch used has no gradient."""
+    """Compare bit for bit. A parameter that no micro-batch used has no gradient."""
     for step, (one, other) in enumerate(zip(found, wanted, strict=True)):
         for place, (mine, its) in enumerate(zip(one, other, strict=True)):
             assert (mine is None) == (its is None), (step, place)
@@ -129,13 +129,13 @@ def test_gradients_added_as_they_come_have_the_same_sums(leaves: int, group: int
 
 @pytest.mark.parametrize("group", [1, 10**6])
 def test_gradient_in_parts_is_added_when_complete(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint that goes backward by itself gives its parameters a gradient every time it is called."""
+    """A checkpoint with a backward pass of its own sets its parameters' gradients at every call."""
     monkeypatch.setattr(gradient_sum, "GROUP", group)
     assert_equal(summed(World(), 5, True, lambda step: True), expected(5, shared=True))
 
 
 def test_parts_that_come_after_the_first_step_only_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was added already may have been sent."""
+    """The earlier sum may have been sent."""
     monkeypatch.setattr(gradient_sum, "GROUP", 1)
     with pytest.raises(UserError, match=r"in several parts.*use_reentrant=False.*train\.rank_invariant=false"):
         summed(World(), 2, True, lambda step: step > 0)
@@ -160,5 +160,5 @@ def sums_of_rank(rank: int, size: int, leaves: int, directory: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "leaves"), [(2, 2), (2, 5), (3, 2), (3, 8)])
 def test_all_ranks_get_the_sums_of_one(size: int, leaves: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """In slices or at once, while the backward pass runs or after it, with more micro-batches than ranks or fewer."""
+    """Sum in slices or at once, during the backward pass or after it, with more or fewer micro-batches than ranks."""
     on_ranks(sums_of_rank, size, size, leaves, str(tmp_path_factory.mktemp("sums")))

@@ -1,4 +1,4 @@
-"""A run that makes no step any more is found and says what hangs; one that is slow, saves or is suspended is not."""
+"""A run that stops making steps is found and the hang described. A slow, saving or suspended run is no hang."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HANG_S = 5  # no step takes so long, also where a step takes ten times as long a
 
 
 class Others(PeerWatch):
-    """What another rank shows of itself: its phase, or None while nothing is heard of it."""
+    """The phase that another rank reports, or None while nothing is heard from it."""
 
     def __init__(self) -> None:
         self.phase: str | None = "steps"
@@ -44,9 +44,9 @@ class Others(PeerWatch):
 
 
 class Life:
-    """An attempt on a clock that a test moves, with a watch that looks whenever its interval is over.
+    """An attempt on a clock that a test moves, with a watch that looks at every interval.
 
-    Only the clock is faked. The process may be suspended: then time passes in which nothing of it runs.
+    Only the clock is faked. The process may be suspended: then time passes in which nothing runs.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, draw: random.Random) -> None:
@@ -62,7 +62,7 @@ class Life:
         self._look_at = self.now + self.watch.interval_s
 
     def passes(self, seconds: float, suspensions: int = 0) -> None:
-        """The process runs so long, and is suspended in between."""
+        """Let the process run this long, with suspensions."""
         began = self.ran_s
         for stop in sorted(began + self._draw.uniform(0, seconds) for _ in range(suspensions)):
             self._run_until(stop)
@@ -82,11 +82,11 @@ class Life:
 
     @property
     def limit_s(self) -> float:
-        """How long a step may take now."""
+        """Return how long a step may take now."""
         return max(TIMEOUT_S, TIMES_MEDIAN * statistics.median(self.account.laps.seconds or (0.0,)))
 
     def step(self, seconds: float, suspensions: int = 0) -> None:
-        """A step, part of which is the wait for its data."""
+        """Make a step, part of which is the wait for its data."""
         waits = seconds * self._draw.random()
         with self.account.doing("data_wait"):
             self.passes(waits, suspensions)
@@ -94,7 +94,7 @@ class Life:
         self.account.stepped()
 
     def waits_for_another_rank(self) -> None:
-        """In a step, while the other one is in a callback at a save, or is suspended; which is seen late."""
+        """Wait in a step while another rank is in a callback at a save, or suspended, which is seen late."""
         phase, late_s = self._draw.choice([("save", 2 * MAX_INTERVAL_S), (None, (MISSED + 1) * MAX_INTERVAL_S)])
         self.passes(self._draw.uniform(0, late_s))
         self.others.phase = phase
@@ -102,7 +102,7 @@ class Life:
         self.others.phase = "steps"
 
     def trains(self) -> None:
-        """From the start of the process on: a first step, then others, of which some are slow; saves, evaluations."""
+        """Train from the start of the process on: a first step, then others, some of them slow; saves, evaluations."""
         draw = self._draw
         self.passes(draw.uniform(0, 100))  # it opens
         self.account.switch("steps")
@@ -130,8 +130,10 @@ class Life:
 def test_no_drill_is_a_false_alarm_and_every_hang_is_found(
     first: int, drills: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of up to 19 times the median, saves, evaluations, suspensions, other ranks that do so: no alarm. A hang
-    after them is found once the limit is over, within two looks, and one more for each time that it is suspended."""
+    """Steps of up to 19 times the median, saves, evaluations and suspensions, also of other ranks, raise no alarm.
+
+    A hang after them is found within two looks after the limit, plus one for each suspension.
+    """
     for seed in range(first, first + drills):
         draw = random.Random(seed)
         life = Life(monkeypatch, draw)
@@ -152,7 +154,7 @@ def test_no_drill_is_a_false_alarm_and_every_hang_is_found(
 
 @pytest.mark.parametrize("phase", ["compilation", "debugger"])
 def test_a_compilation_and_a_debugger_take_their_time(phase: str) -> None:
-    """Wherever in a step they begin: a graph may be compiled again when a shape changes."""
+    """Begin them anywhere in a step: a graph may be recompiled when a shape changes."""
     account = TimeAccount()
     account.switch("steps")
     account.stepped()
@@ -180,7 +182,7 @@ def test_a_compilation_and_a_debugger_take_their_time(phase: str) -> None:
 
 @contextmanager
 def fifo(path: Path) -> Iterator[Path]:
-    """What blocks whoever opens it."""
+    """Make a FIFO, which blocks whoever opens it."""
     os.mkfifo(path)
     yield path
     path.unlink(missing_ok=True)
@@ -243,7 +245,7 @@ def test_a_hang_is_found_and_explained_and_the_run_continues(
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_job_that_is_suspended_does_not_hang(ranks: int, tmp_path: Path) -> None:
-    """However long: all its processes are stopped, and continue."""
+    """Stop all its processes for any time; they continue."""
     steps = [*TINY, PACED, "train.steps=12", "train.hang_timeout_s=2", "train.peer_timeout_s=4"]
     run = Run(tmp_path / "run", steps, ranks=ranks)
     run.env = {"STEP_SLEEP_S": "0.3"}
@@ -258,7 +260,7 @@ def test_a_job_that_is_suspended_does_not_hang(ranks: int, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_disk_that_hangs_keeps_no_process_alive(tmp_path: Path) -> None:
-    """The records cannot be written; the next attempt finds that it was killed."""
+    """The records cannot be written. The next attempt finds that the process was killed."""
     run = Run(tmp_path / "run", COMMON)
     with fifo(tmp_path / "fifo") as file:
         run.env = {"HANG_FILE": str(file), "HANG_IN": "data", "HANG_WRITES": "1"}
@@ -282,7 +284,7 @@ stuck()
 
 
 def test_a_hang_is_described_where_no_file_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too many open files, say, may be why it hangs."""
+    """Too many open files, for example, may cause the hang."""
 
     def refuse(path: object) -> str:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

@@ -46,7 +46,7 @@ Trigger = Callable[[Run], bool]
 
 @pytest.mark.promise("SIGKILL at a random step, later SIGTERM: it ends bit for bit the same")
 def test_killed_and_preempted_a_run_ends_bit_for_bit_the_same(reference: Reference, tmp_path: Path) -> None:
-    """With the elastic sampler and a phase. After SIGTERM no step is lost."""
+    """Use the elastic sampler and a phase. After SIGTERM no step is lost."""
     draw = random.Random(new_seed())
     killed = draw.randrange(2, 70)
     preempted = draw.randrange(killed + 3, STEPS - 3)
@@ -63,10 +63,10 @@ def test_killed_and_preempted_a_run_ends_bit_for_bit_the_same(reference: Referen
 
 @pytest.mark.promise("a process superseded in its sleep wakes up and changes not one byte")
 def test_stopped_process_changes_nothing_when_it_wakes(tmp_path: Path) -> None:
-    """SIGSTOP, a rerun that takes over and finishes, SIGCONT: exit status 74.
+    """Send SIGSTOP, let a rerun take over and finish, send SIGCONT: exit status 74.
 
-    The older one has resumed: it writes to the very file that the attempt before has closed, and its successor must
-    not. tests/rundir/test_superseded.py stops an attempt at each of its changes to the file system.
+    The older process has resumed: it writes to the file that the attempt before it closed, and its successor must not.
+    tests/rundir/test_superseded.py stops an attempt at each of its changes to the file system.
     """
     overrides = [*COMMON, "scheduler.total_steps=24", "eval.every_steps=5", "train.steps=24", "run.lease_timeout_s=1"]
     older, newer = Run(tmp_path / "run", overrides), Run(tmp_path / "run", overrides)
@@ -94,7 +94,7 @@ def test_stopped_process_changes_nothing_when_it_wakes(tmp_path: Path) -> None:
 def test_where_its_run_was_moved_or_removed_nothing_comes_back(
     doing: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGSTOP within a step, while the logger opens its files; SIGCONT: exit status 74."""
+    """Send SIGSTOP within a step, while the logger opens its files; after SIGCONT the exit status is 74."""
     overrides = [*COMMON, "logger=default", "scheduler.total_steps=24", "train.steps=24", "run.lease_timeout_s=1"]
     older, other = Run(tmp_path / "run", overrides), tmp_path / "other"
     older.hold_at(2, ACCUMULATION)
@@ -126,7 +126,7 @@ def after(seconds: float) -> Trigger:
 
 
 def at_step(run: Run, wanted: int) -> Trigger:
-    """A step of the next attempt: not one that the attempt before has made, and that is still in the file."""
+    """Return a trigger for a step of the next attempt: not one of the attempt before, which is still in the file."""
     before = metrics_state(run)
     return lambda run: metrics_state(run) != before and run.step() >= wanted
 
@@ -137,14 +137,14 @@ def in_an_evaluation(run: Run) -> Trigger:
 
 
 def appears(run: Run, pattern: str) -> Trigger:
-    """Something in the checkpoints that no earlier attempt left behind."""
+    """Return a trigger for an entry in the checkpoints that no earlier attempt left behind."""
     folder = run.path / "checkpoints"
     before = set(folder.glob(pattern))
     return lambda run: any(path not in before for path in folder.glob(pattern))
 
 
 def metrics_state(run: Run) -> tuple[int, int]:
-    """Changes when an attempt that has restored its state truncates the metrics, replaces them or adds to them."""
+    """Return a value that changes when an attempt truncates, replaces or appends to the metrics."""
     path = run.path / "metrics.jsonl"
     return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else (0, 0)
 
@@ -155,9 +155,9 @@ def evaluates(run: Run) -> bool:
 
 
 def moments(draw: random.Random) -> list[tuple[str, int]]:
-    """Kinds in random order and their steps: random ones and those of the phase, in ascending order.
+    """Return kinds in random order and their steps: random ones and those of the phase, ascending.
 
-    What happens only now and then (a save, for example) comes while enough of the run is left to wait for it.
+    Rare moments, such as a save, come while enough of the run is left to wait for them.
     """
     steps = sorted([PHASE, PHASE + 1, *(draw.randrange(2, STEPS) for _ in range(3))])
     kinds = ["import", "start", "save", "rename", "evaluation", "step", "step", "step"]
@@ -167,7 +167,7 @@ def moments(draw: random.Random) -> list[tuple[str, int]]:
 
 
 def moment_of(kind: str, wanted: int, run: Run, draw: random.Random) -> Trigger:
-    """When to kill the next attempt, which is held where it would otherwise finish first."""
+    """Return when to kill the next attempt, which is held where it would otherwise finish first."""
     if kind == "step":
         hold_at(run, wanted)
         return at_step(run, wanted)
@@ -187,7 +187,7 @@ def moment_of(kind: str, wanted: int, run: Run, draw: random.Random) -> Trigger:
 def test_a_run_killed_anywhere_is_bit_identical(
     overrides: list[str], workers: int, reference: Reference, tmp_path: Path
 ) -> None:
-    """SIGKILL during imports, steps, evaluations, saves and renames, and at the phase boundary."""
+    """Send SIGKILL during imports, steps, evaluations, saves and renames, and at the phase boundary."""
     run = Run(tmp_path / "run", [*overrides, f"data.num_workers={workers}"])
     draw = random.Random(f"{overrides} {workers}")
     for kind, wanted in moments(draw):

@@ -1,4 +1,4 @@
-"""`runner.load` gives a model of a run, and leaves run and process as they were; its export as files of others."""
+"""`runner.load` returns a run's model and changes neither run nor process; its export in others' formats."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HUGGING_FACE = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With an average of the weights, and checkpoints of steps 2, 4 and 6, of which 2 is the best."""
+    """Make a run with averaged weights and checkpoints of steps 2, 4 and 6, of which 2 is the best."""
     path = tmp_path_factory.mktemp("load") / "run"
     best = "checkpoint.best.mode=max"  # a loss that falls is highest at first
     return here.trained(path, "train.ema_decay=0.5", "model.dropout=0.1", best)
@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-2, whose output layer shares its weight with its embedding."""
+    """Make a GPT-2, whose output layer shares its weight with its embedding."""
     return here.trained(tmp_path_factory.mktemp("load") / "hugging_face", *HUGGING_FACE)
 
 

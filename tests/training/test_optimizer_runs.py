@@ -1,4 +1,4 @@
-"""Whole runs in float16: what overflows is skipped, what is not a number stops them."""
+"""Whole runs in float16: an overflow is skipped, a NaN stops the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHORT = [*TINY, "train.steps=12", "eval.every_steps=4", "checkpoint.every_steps=
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_overflow_in_float16_skips_the_step_and_nothing_else(tmp_path: Path, ranks: int) -> None:
-    """Although the run stops at a loss that is not finite."""
+    """Set the run to stop at a loss that is not finite."""
     loss = ["train.loss._target_=custom.overflow_at", "+train.loss.step=5", "train.on_nonfinite=stop"]
     run = Run(tmp_path / "run", [*SHORT, *loss, "train.precision=float16"], ranks=ranks)
     run.finish()

@@ -24,17 +24,17 @@ STEP_LR = "torch.optim.lr_scheduler.StepLR"
 
 
 def net() -> nn.Module:
-    """The model of these tests, for `model._target_`."""
+    """Make the model of these tests, for `model._target_`."""
     return nn.ModuleDict({"body": nn.Linear(4, 6), "head": nn.Linear(6, 2)})
 
 
 def halves(step: int, every: int = 2) -> float:
-    """A schedule, for `scheduler._target_`."""
+    """Halve the rate every `every` steps: a schedule for `scheduler._target_`."""
     return float(0.5 ** (step // every))
 
 
 class Halves:
-    """The same as a class."""
+    """The same schedule as a class."""
 
     def __init__(self, every: int, warmup_steps: int = 7) -> None:
         self.every, self.warmup_steps = every, warmup_steps
@@ -44,7 +44,7 @@ class Halves:
 
 
 def endless(step: int) -> float:
-    """A schedule with a mistake at step 1."""
+    """Return an infinite factor from step 1 on."""
     return math.inf if step else 1.0
 
 
@@ -64,7 +64,7 @@ def built(made: Config, seed: int = 0) -> tuple[nn.Module, Optimizers]:
 
 
 def step(model: nn.Module, optimizers: Optimizers, number: int, clip: float | None = 0.1) -> list[tuple[float, bool]]:
-    """One training step: one loss, and an update by every optimizer."""
+    """Train one step: one loss, and an update by every optimizer."""
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
     loss = model["head"](model["body"](x).tanh()).square().mean()  # type: ignore[index]
     torch.autograd.backward(optimizers.scale(loss))

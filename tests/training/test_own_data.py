@@ -1,4 +1,4 @@
-"""A sampler, a collate function, random sources and a model of the user's, all in one run: killed, it ends the same."""
+"""A user's sampler, collate function, random sources and model in one run: killed, it ends the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWN = [
     "sampler=own",
     "sampler._target_=orders.Shuffled",
     "sampler.salt=4",
-    # Its running statistics are used on every rank, and those of rank 0 are saved; they are averaged, too.
+    # Its running statistics are used on every rank, and rank 0's are saved; they are averaged, too.
     "model._target_=custom.Normed",
     "train.ema_decay=0.8",
     "train.batch_size=2",

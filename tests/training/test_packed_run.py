@@ -1,4 +1,4 @@
-"""A run on rows of packed documents counts their tokens and documents, across resumes as well."""
+"""A run on rows of packed documents counts their tokens and documents, also across resumes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.data import order_file
 
 
 def run_on_documents(root: Path) -> list[str]:
-    """Two sources, one of short documents and one of long ones, with as many tokens of each."""
+    """Train on two sources with equal numbers of tokens: short documents and long ones."""
     words = ["data=own", "sampler=elastic", "sampler.weights_by=tokens", "sampler.weights={web:1,books:1}"]
     for name, longest in (("web", 9), ("books", 50)):
         lengths = np.random.default_rng(longest).integers(1, longest, 60).tolist()

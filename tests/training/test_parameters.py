@@ -1,4 +1,4 @@
-"""Parameters by name: which optimizer and group they are in, what is frozen, and the mistakes in patterns."""
+"""Parameters by name: their optimizer and group, frozen ones, and mistakes in patterns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADAMW = "runner.training.optim.AdamW"
 
 
 def net() -> nn.Module:
-    """The model of these tests, for `model._target_`."""
+    """Make the model of these tests, for `model._target_`."""
     torch.manual_seed(0)
     parts = {"embed": nn.Embedding(5, 4), "body": nn.Linear(4, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 2)}
     return nn.ModuleDict(parts)
@@ -35,7 +35,7 @@ def config(optimizer: dict[str, Any] | None = None, **several: Any) -> Config:
 
 
 def groups_of(made: Config, name: str = "optimizer") -> list[tuple[list[str], float, float]]:
-    """Names, learning rate and weight decay of each of torch's groups."""
+    """Return names, learning rate and weight decay of each torch group."""
     model = build.model(made)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     optimizer = build.optimizers(made, model)[name]

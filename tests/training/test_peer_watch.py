@@ -36,10 +36,10 @@ COMMON = [
 
 
 class Store:
-    """The part of the key-value store that is used, and the clock; `blocks`: it does not answer any more.
+    """The part of the key-value store that is used, and the clock; with `blocks`, it stops answering.
 
-    Time passes when the store answers, so that no rank is silent because a thread of this process got no processor; if
-    the store blocks, whenever somebody looks at the clock.
+    Time passes when the store answers, so that no rank is silent because a thread of this process got no processor. If
+    the store blocks, time passes whenever the clock is read.
     """
 
     def __init__(self, **signs: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class Store:
 
 
 class Leaping(Store):
-    """Its clock leaps once between two signs, while both of the watch's threads wait, as after SIGCONT."""
+    """A store whose clock leaps once between two signs, while both watch threads wait, as after SIGCONT."""
 
     def __init__(self, **signs: dict[str, Any]) -> None:
         super().__init__(**signs)
@@ -93,7 +93,7 @@ def sign(**changes: Any) -> dict[str, Any]:
 def watch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[[Store, int], tuple[PeerWatch, list[str], threading.Event]]]:
-    """Rank `rank` of 3, whose watch looks every few milliseconds; what it found, and when it did."""
+    """Yield rank `rank` of 3, whose watch looks every few milliseconds, with its findings and their times."""
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     made: list[tuple[Store, PeerWatch]] = []
 
@@ -123,7 +123,7 @@ def watch(
 
 
 def test_the_others_see_at_once_that_a_session_is_open(watch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However seldom a rank gives a sign of itself."""
+    """Ranks that beat rarely are seen as well."""
     monkeypatch.setattr(peer_watch, "LOOKS", 1e-4)
     monkeypatch.setattr(peer_watch, "MAX_INTERVAL_S", PATIENCE_S)
     store = Store()
@@ -140,7 +140,7 @@ def test_the_others_see_at_once_that_a_session_is_open(watch: Any, monkeypatch: 
 
 
 def not_accused(watching: PeerWatch, store: Store, done: threading.Event) -> bool:
-    """Whether nobody is accused in three times the time that it would take."""
+    """Check that no rank is accused in three times the time that it would take."""
     looks, silent = 0, watching.silent
 
     def look(share: float = 0.5) -> str | None:
@@ -157,7 +157,7 @@ def not_accused(watching: PeerWatch, store: Store, done: threading.Event) -> boo
 
 
 def beating(store: Store, *ranks: int, every: int = 1) -> None:
-    """Let the counters of `ranks` go up at every look, or at every second one, say."""
+    """Let the counters of `ranks` rise, for example at every look or at every second one."""
     seen, looks = store.multi_get, itertools.count()
 
     def multi_get(keys: list[str]) -> list[bytes]:
@@ -197,7 +197,7 @@ def test_a_store_that_does_not_answer_is_its_ranks_silence(
 
 @pytest.mark.parametrize("served", ["stopped", "ended"])
 def test_a_port_that_refuses_is_no_silence(served: str, watch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is stopped keeps its port, one that has ended does not."""
+    """A stopped process keeps its port, an exited one does not."""
     with socket.socket() as port:
         port.bind(("127.0.0.1", 0))
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -1,4 +1,4 @@
-"""Which rank failed is decided by what happened: two real ranks, one of which fails, is killed, or both fail."""
+"""Which rank failed follows from events: one of two real ranks fails or is killed, or both fail."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def train(world: World, kind: str) -> None:
 
 
 def attempt(rank: int, port: int, kind: str, directory: str) -> None:
-    """Train as one of two ranks, and write down what it raised, and the report that it found."""
+    """Train as one of two ranks; write down its exception and the report that it found."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", RANK=str(rank))
     world = World.from_environment()
     world.start(torch.device("cpu"))
@@ -92,7 +92,7 @@ def attempt(rank: int, port: int, kind: str, directory: str) -> None:
 
 
 def outcomes(kind: str, directory: Path) -> list[dict[str, Any] | None]:
-    """What each of two ranks raised, and the report that it found; None for one that was killed."""
+    """Return each rank's exception and the report that it found; None for a killed rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -143,7 +143,7 @@ def test_the_status_names_the_rank_that_failed_and_why(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("short", [0, 1])
 def test_a_rank_that_runs_out_of_data_is_named_by_every_rank(short: int, tmp_path: Path) -> None:
-    """Whichever it is: an error that ends the job, and no finished run."""
+    """Any rank may run out: this is an error that ends the job, and no finished run."""
     overrides = [*TINY, "data=own", f"+data.loader={{_target_: uneven.OnePass, short: {short}, batches: 5}}"]
     run = Run(tmp_path / "run", [*overrides, "train.steps=60", "eval.every_steps=0", "checkpoint.every_steps=3"])
     processes = start_ranks(run, 2)

@@ -1,4 +1,4 @@
-"""Rank-invariant training: whatever nodes there are, the same bits."""
+"""Rank-invariant training: on any nodes, the same bits."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def words_of(kind: str, every: int) -> list[str]:
 
 @pytest.fixture(scope="session")
 def one(shapes: Shapes, tmp_path_factory: pytest.TempPathFactory) -> One:
-    """Make a kind of run on one rank, from its beginning to its end, when a test asks for it."""
+    """Return a function that makes a kind of run on one rank, from beginning to end, once."""
     made: dict[str, Run] = {}
 
     def one(kind: str) -> Run:
@@ -129,7 +129,7 @@ def test_a_run_that_comes_back_with_other_ranks_is_bit_identical(
     shapes: Shapes,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Killed or stopped anywhere, saved at any boundary, continued on any number of ranks: metrics and weights."""
+    """Kill or stop it anywhere, save at any boundary, continue on any number of ranks: same metrics and weights."""
     check(kind, every, parts, last, one, shapes, tmp_path_factory.mktemp("shapes") / "run")
 
 
@@ -146,7 +146,7 @@ FIRST, *OTHERS = RUNS
     ],
 )
 def test_three_and_then_other_ranks_give_what_one_gives(kind: str, one: One, shapes: Shapes, tmp_path: Path) -> None:
-    """Also where some ranks have one micro-batch more, or none."""
+    """Include ranks that have one micro-batch more than others, or none."""
     last = 2 if "one micro" not in kind else 4
     check(kind, 2, [Part(3, 5, 0, signal.SIGTERM)], last, one, shapes, tmp_path / "run")
     ranks = [attempt["ranks"] for attempt in Run(tmp_path / "run", []).attempts()]
@@ -158,7 +158,7 @@ CARELESS = [*PAIR, "train.global_batch_size=12", "train.steps=2"]
 
 @pytest.mark.slow
 def test_values_logged_outside_micro_batches_ignore_ranks(shapes: Shapes, tmp_path: Path) -> None:
-    """Values of samples are those of all ranks, a number is the one that all of them log."""
+    """Values of samples come from all ranks. A single number is logged by all of them."""
     words = [*CARELESS, "+task._target_=custom_tasks.Careless", "+task.mistake=none", "eval.every_steps=0"]
     for ranks in (1, 2, 3):
         assert shapes.run(tmp_path / str(ranks), words, [Part(ranks)]) == [0]
@@ -172,7 +172,7 @@ def test_values_logged_outside_micro_batches_ignore_ranks(shapes: Shapes, tmp_pa
 
 
 def step_of(task: Any, model: nn.Module, world: World | None = None) -> TrainStep:
-    """Rank-invariant steps of three micro-batches of a task, in this process."""
+    """Yield rank-invariant steps of three micro-batches of a task, in this process."""
     world = world or World()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     optimizers = Optimizers.of_one(model, optimizer, LearningRateScheduler(optimizer, lambda step: 1.0))
@@ -183,7 +183,7 @@ def step_of(task: Any, model: nn.Module, world: World | None = None) -> TrainSte
 
 
 class Tokens:
-    """Trains a model of tokens."""
+    """A task that trains a model of tokens."""
 
     def training_step(self, model: nn.Module, batch: torch.Tensor) -> Any:
         return model((batch.abs() * 100).long()).square().mean((1, 2))
@@ -213,7 +213,7 @@ MISTAKES: dict[str, tuple[Any, Callable[[], nn.Module], str]] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_rank_dependent_step_is_refused_on_one_rank(mistake: str) -> None:
-    """In the first step, in one line, with the way out."""
+    """Refuse it in the first step, in one line, with the remedy."""
     task, model, said = MISTAKES[mistake]
     points = iter(torch.split(custom_tasks.Points().points, 4))
     with pytest.raises(UserError) as error:
@@ -257,20 +257,20 @@ def test_more_ranks_than_micro_batches_are_refused() -> None:
 def test_a_step_that_depends_on_the_ranks_is_refused_on_several(
     words: list[str], said: str, shapes: Shapes, tmp_path: Path
 ) -> None:
-    """Also where one rank makes the mistake and the others wait for it elsewhere in the step."""
+    """Include a mistake on one rank while the others wait elsewhere in the step."""
     refused([*CARELESS, "train.batch_size=2", "eval.every_steps=0", *words], said, shapes, tmp_path)
 
 
 @pytest.mark.slow
 def test_weights_must_not_change_in_a_forward_pass_of_any_rank(shapes: Shapes, tmp_path: Path) -> None:
-    """A checkpoint holds them, so that a run that changes them would otherwise continue as if they were the same."""
+    """A checkpoint holds them, so a run that changes them would continue with other weights."""
     words = [*POINTS, "train.global_batch_size=12", "train.steps=2", "eval.every_steps=0"]
     words += ["+task._target_=custom_tasks.Fine", "+model._target_=custom_tasks.Columns", "+model.keeps=parameter"]
     refused(words, "the model's parameter centre changes in the forward pass", shapes, tmp_path)
 
 
 def refused(words: list[str], said: str, shapes: Shapes, folder: Path) -> None:
-    """On two ranks a run ends in its first step, with one line."""
+    """Check that a run on two ranks ends in its first step, with one line."""
     with pytest.raises(AssertionError) as raised:
         shapes.run(folder / "run", words, [Part(2)])
     lines = [line for line in str(raised.value).splitlines() if line.startswith("error")]
@@ -284,7 +284,7 @@ def refused(words: list[str], said: str, shapes: Shapes, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_sum_over_several_passes_does_not_depend_on_ranks(ranks: int, shapes: Shapes, tmp_path: Path) -> None:
-    """Though each rank has the values of a pass of its own together, and in float64, where every order shows."""
+    """Use float64, where every order shows; each rank sums the values of one pass."""
     words = [*CARELESS, "train.steps=6", "+task._target_=custom_tasks.Twice", "eval.every_steps=0"]
     runs: list[Run] = []
     for each in (1, ranks):
@@ -295,7 +295,7 @@ def test_a_sum_over_several_passes_does_not_depend_on_ranks(ranks: int, shapes: 
 
 @pytest.mark.slow
 def test_overflow_of_one_optimizer_spares_the_other(shapes: Shapes, tmp_path: Path) -> None:
-    """They wait with the scale that they were computed with; so they do without rank-invariant training."""
+    """The other's gradients wait with the scale of their backward pass, as without rank-invariant training."""
     words = [*PAIR, "train.global_batch_size=16", "train.steps=4", "eval.every_steps=0", "train.precision=float16"]
     words += ["+task._target_=custom_tasks.Steep", "train.on_nonfinite=skip", "train.clip_norm=null"]
     words += [f"+optimizers.{name}={{_target_: torch.optim.SGD, lr: 0.01}}" for name in ("discriminator", "generator")]
@@ -308,7 +308,7 @@ def test_overflow_of_one_optimizer_spares_the_other(shapes: Shapes, tmp_path: Pa
 
 @pytest.mark.slow
 def test_without_it_the_ranks_decide_the_last_bits(shapes: Shapes, tmp_path: Path) -> None:
-    """So that what the other tests compare can differ at all. Also where each label counts the same."""
+    """This shows that the bits compared in the other tests can differ, even if all labels count the same."""
     words = [*GPT, "train.global_batch_size=12", "train.steps=4", "train.rank_invariant=false", "eval.every_steps=0"]
     words += ["model.dropout=0", "task._target_=custom_tasks.Masked"]
     for ranks in (1, 2):
@@ -322,7 +322,7 @@ def test_without_it_the_ranks_decide_the_last_bits(shapes: Shapes, tmp_path: Pat
 
 @pytest.mark.slow
 def test_the_end_of_the_data_is_an_error_on_every_rank(shapes: Shapes, tmp_path: Path) -> None:
-    """At the same step whatever the number of ranks: a step is complete or it is not made."""
+    """It comes at the same step on any number of ranks: a step is complete or not made."""
     words = [*CARELESS, "train.steps=50", "+task._target_=custom_tasks.Choosy", "sampler.max_epochs={points: 0.3}"]
     for ranks in (1, 3):
         with pytest.raises(AssertionError) as raised:

@@ -1,4 +1,4 @@
-"""No checkpoint is committed before the metrics up to its step are durable, whatever the disk refused before."""
+"""No checkpoint is committed before its metrics are durable, whatever the disk refused before."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def record(recorder: RunRecorder, *numbers: int) -> None:
 def test_delayed_records_are_durable_before_a_checkpoint(
     recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Written in the order of their steps, then synced: the checkpoint's step may be the one that had to wait."""
+    """Write them in the order of their steps, then sync: the checkpoint's step may be the delayed one."""
     with monkeypatch.context() as patch:
         patch.setattr(files, "write_fd", refuse)
         record(recorder, 1, 2)
@@ -56,7 +56,7 @@ def test_delayed_records_are_durable_before_a_checkpoint(
 
 
 def test_without_a_sync_there_is_no_checkpoint(recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the reason is on the screen and in the status."""
+    """Print the reason and show it in the status."""
     record(recorder, 1)
     with monkeypatch.context() as patch:
         patch.setattr(files, "fsync_fd", refuse)
@@ -70,7 +70,7 @@ def test_without_a_sync_there_is_no_checkpoint(recorder: RunRecorder, monkeypatc
 
 @pytest.mark.parametrize(("tokens", "expected"), [(None, {"samples_per_s"}), (40, {"samples_per_s", "tokens_per_s"})])
 def test_speeds_are_recorded_every_ten_steps(recorder: RunRecorder, tokens: int | None, expected: set[str]) -> None:
-    """Of tokens only if the data have any."""
+    """Record tokens per second only if the data have tokens."""
     for number in range(1, 21):
         recorder.step({"step": number, "loss": 1.0}, 0.5, 4, tokens)
     lines = list(read_lines(recorder.timings.path))
@@ -79,7 +79,7 @@ def test_speeds_are_recorded_every_ten_steps(recorder: RunRecorder, tokens: int 
 
 
 def test_an_evaluation_shows_its_numbers(recorder: RunRecorder) -> None:
-    """Not its step, nor what it found of each source."""
+    """It shows neither its step nor the results of each source."""
     recorder.evaluation({"step": 3, "eval_loss": 1.25, "eval_mae": 0.5, "eval_loss_by_source": {"a": 1.25}})
     assert isinstance(recorder.bar, Bar)
     assert recorder.bar.said == ["step 3: eval loss 1.2500  eval mae 0.5000"]
@@ -102,7 +102,7 @@ def test_records_waiting_at_the_end_keep_the_run_unfinished(
 
 
 def test_run_with_unsynced_metrics_is_not_finished(recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last line may be that of an evaluation, after which nothing is saved: a power loss would take it."""
+    """The last line may be an evaluation without a save after it: a power loss would delete it."""
     record(recorder, 1)
     assert recorder.before_save()
     monkeypatch.setattr(clock, "sleep", lambda seconds: None)

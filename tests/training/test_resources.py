@@ -1,4 +1,4 @@
-"""The figures of a step add up; a profile has the steps that it should have."""
+"""The figures of a step add up; a profile has its planned steps."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def steps_in(path: Path) -> list[str]:
     ("first", "last", "expected"), [(1, 6, ["step 3", "step 4"]), (4, 6, ["step 4"]), (1, 3, ["step 3"]), (5, 6, [])]
 )
 def test_a_profile_has_its_steps(first: int, last: int, expected: list[str], tmp_path: Path) -> None:
-    """Attempts that begin at a step of the profile and end at another: the rest of it, or nothing."""
+    """Begin attempts at a step of the profile and end them at another: the rest is recorded, or nothing."""
     path = tmp_path / "profile" / "trace.json"
     profiler = Profiler((3, 4), RunDir(tmp_path), path.name, CPU)
     for step in range(first, last + 1):

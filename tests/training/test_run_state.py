@@ -1,4 +1,4 @@
-"""The runner's entries in the train state: a missing one is an error, never a default."""
+"""The runner's entries in the train state: a missing entry is an error, never a default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs with the same identity: the records of the shorter one are the beginning of the longer one's, byte for byte."""
+"""Runs with one identity: the shorter run's records are the beginning of the longer one's, byte for byte."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TINY = [word for word in here.SHORT if not word.startswith(("train.steps", "sche
 
 
 def runs(root: Path) -> dict[str, bytes]:
-    """The metrics of the runs in `root`, by their names."""
+    """Return the metrics of the runs in `root`, by name."""
     return {path.name: (path / "metrics.jsonl").read_bytes() for path in sorted(root.iterdir())}
 
 
@@ -24,7 +24,7 @@ def trained(root: Path, *words: str) -> dict[str, bytes]:
 @pytest.mark.promise("the records of a shorter run are the beginning of a longer one's with the same identity")
 @pytest.mark.parametrize("schedule", ["scheduler=cosine", "scheduler=constant", "scheduler.total_steps=6"])
 def test_the_shorter_run_is_the_beginning_of_the_longer_one(tmp_path: Path, schedule: str) -> None:
-    """A trial of 3 steps, then the real run: it equals one that had no trial before it."""
+    """Train 3 steps as a trial, then the real run: it equals a run without the trial."""
     trained(tmp_path / "tried", schedule, "train.steps=3")
     tried = trained(tmp_path / "tried", schedule, "train.steps=7")
     fresh = trained(tmp_path / "fresh", schedule, "train.steps=7")

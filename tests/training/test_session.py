@@ -1,4 +1,4 @@
-"""What an attempt restores before its first step, and what it states then."""
+"""What an attempt restores and logs before its first step."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from runner.training.session import _Opening
 
 
 def steps(run: Path) -> list[dict[str, Any]]:
-    """The records of the training steps."""
+    """Return the records of the training steps."""
     return [record for record in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in record]
 
 
 @pytest.mark.slow
 def test_a_resumed_run_continues_its_schedule_and_its_optimizer(tmp_path: Path) -> None:
-    """In the middle of the warmup: a schedule that began anew would have a much lower learning rate."""
+    """Resume within the warmup: a schedule that began anew would have a much lower learning rate."""
     schedule = ["scheduler.warmup_steps=4", "scheduler.total_steps=6", "eval.every_steps=0"]
     whole = here.trained(tmp_path / "whole", *schedule)
     run = here.trained(tmp_path / "run", *schedule, "train.steps=3")
@@ -50,7 +50,7 @@ def test_a_resumed_run_continues_its_schedule_and_its_optimizer(tmp_path: Path) 
 
 
 def test_run_resumed_in_a_later_phase_draws_with_its_weights(tmp_path: Path) -> None:
-    """A seeded sampler is told the weights of the last step before its state is restored."""
+    """A seeded sampler receives the last step's weights before its state is restored."""
     mixture = ["data=mixture", "sampler=mixture", "eval.every_steps=0", "scheduler.total_steps=3", "train.steps=3"]
     phases = ["+phases.first={start_step: 0}", "+phases.then={start_step: 1, weights: {code: 3}}"]
     whole = here.trained(tmp_path / "whole", *mixture, *phases)
@@ -60,7 +60,7 @@ def test_run_resumed_in_a_later_phase_draws_with_its_weights(tmp_path: Path) -> 
 
 
 def test_loggers_that_show_what_run_this_is_are_told(tmp_path: Path) -> None:
-    """In each attempt; others need no such method."""
+    """Call the method in each attempt; other loggers need no such method."""
     loggers = [f"+logger.{name}._target_=recorders.{name.title()}" for name in ("plain", "informed")]
     for attempt in (1, 2):
         run = here.trained(tmp_path / "run", *loggers, f"train.steps={attempt}", "eval.every_steps=0")
@@ -72,7 +72,7 @@ def test_loggers_that_show_what_run_this_is_are_told(tmp_path: Path) -> None:
     [(None, 1, ""), (1, 1, ""), (None, 2, " on 2 ranks"), (2, 2, " on 2 ranks"), (2, 1, " on 1 rank (2 before)")],
 )
 def test_the_first_line_states_the_number_of_ranks(tmp_path: Path, before: int | None, ranks: int, where: str) -> None:
-    """Where it is more than one, or another one than before."""
+    """The line states it if it is above one, or has changed."""
     run = RunDir(tmp_path)
     if before is not None:
         AttemptLog.begin(run, {"ranks": before}, 10, lambda record: "killed").end("preempted", 0)
@@ -86,14 +86,14 @@ def test_the_first_line_states_the_number_of_ranks(tmp_path: Path, before: int |
 
 
 def opening_of(path: Path, *words: str, **fork: Any) -> _Opening:
-    """What opens a session of a tiny run in this process, or of a branch."""
+    """Return a function that opens a session of a tiny run or of a branch in this process."""
     config = compose([*here.SHORT, f"run.dir={path}", *words]).config
     config.fork = ForkConfig(**fork)
     return _Opening(RunDir(path), config, World(), None, None, None)
 
 
 def test_draws_of_held_out_data_agree_across_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the generators are that the checkpoint restores; and these do not move."""
+    """The restored generators do not affect the draws, and do not move."""
     drawn: list[float] = []
 
     def draw(*_: Any) -> list[Any]:
@@ -135,7 +135,7 @@ def test_task_with_own_steps_is_not_trained_in_parts(tmp_path: Path) -> None:
 
 
 def test_a_branch_states_what_it_began_with(tmp_path: Path) -> None:
-    """To loggers; another run states none."""
+    """The loggers receive it. Another run has none."""
     trunk, branch = RunDir(tmp_path / "run"), RunDir(tmp_path / "branch")
     config = compose([]).config
     assert lineage(trunk, config, None, 1).fork is None
@@ -147,7 +147,7 @@ def test_a_branch_states_what_it_began_with(tmp_path: Path) -> None:
 def test_unchangeable_settings_of_a_branch_name_their_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: bool
 ) -> None:
-    """At its beginning, where a remedy for the trunk's checkpoints would be of no use."""
+    """Name it at the beginning of the branch, where the remedy for the trunk's checkpoints would not help."""
     opening = opening_of(tmp_path, run="trunk", step=4)
     monkeypatch.setattr(branch, "newest_step", lambda run: 4 if begins else 6)
     error = "a branch of trunk at step 4 cannot change this: other weights; leave it as" if begins else "; restore it"
@@ -167,7 +167,7 @@ def test_data_that_are_no_batch_are_refused_before_training() -> None:
 def test_ranks_without_work_are_reported_with_the_remedy(
     caplog: pytest.LogCaptureFixture, ranks: int, idle: int
 ) -> None:
-    """And only then: a step has 6 micro-batches here."""
+    """Report them only then: a step has 6 micro-batches here."""
     with caplog.at_level(logging.WARNING):
         warn_of_idle_ranks(BatchShape.dealt(0, ranks, 8, 6))
     messages = [f"{idle} of {ranks} ranks have nothing to do: a step has 6 micro-batches; lower train.batch_size=8, "]

@@ -1,4 +1,4 @@
-"""A signal that reaches a compiler, too: the failure that it brings about is the stop, and no crash."""
+"""A signal that also reaches a compiler: the failure that it causes is the stop, and no crash."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from runner.training.model import build
 
 
 def compilation() -> Exception:
-    """What torch raises when a signal has ended g++."""
+    """Return the exception that torch raises when a signal has ended g++."""
     child = subprocess.CalledProcessError(-signal.SIGTERM, "g++")
     compiler = CppCompileError(["g++"], "")
     compiler.__cause__ = child
@@ -106,7 +106,7 @@ def test_no_rank_records_a_crash_when_a_child_of_one_was_ended(failing: int, tmp
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own use
 def test_what_finds_out_what_the_cpu_can_do_survives_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor would take a trial program that was ended for a CPU that can do less, and compile other kernels."""
+    """Inductor would mistake a killed trial program for a CPU with fewer features, and compile other kernels."""
     tried = []
 
     def try_programs() -> None:
@@ -135,7 +135,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_compilation_does_not_wait_for_ended_workers() -> None:
-    """They are not ended: Inductor does not notice the end of the process that starts them."""
+    """The test does not end the workers, because Inductor does not notice the end of the process that starts them."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_COMPILE_THREADS": "2"}
     done = subprocess.run(
         [sys.executable, "-c", POOL], cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=PATIENCE_S
@@ -144,7 +144,7 @@ def test_compilation_does_not_wait_for_ended_workers() -> None:
 
 
 def compilers(parent: int) -> list[str]:
-    """The kernels that a process has g++ compile at the moment."""
+    """Return the kernels that g++ is compiling for a process."""
     found = []
     with suppress(psutil.Error):
         for child in psutil.Process(parent).children(recursive=True):
@@ -155,7 +155,7 @@ def compilers(parent: int) -> list[str]:
 
 @pytest.mark.promise("a signal reaches the compilers of torch.compile: no crash is recorded, and a rerun trains")
 def test_signal_to_the_group_while_compiling_is_no_crash(tmp_path: Path) -> None:
-    """As Slurm sends it. No file that an ended compiler has left makes the rerun fail."""
+    """Send it as Slurm does. No file of a killed compiler makes the rerun fail."""
     run = Run(tmp_path / "run", [*TINY, "train.compile=true", "train.steps=2", "eval.every_steps=0"])
     env = {**run.environment(), "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "runner", *run.words()]

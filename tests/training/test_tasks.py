@@ -1,4 +1,4 @@
-"""A task of the user's: what it returns is recorded exactly, and every mistake that it can make is one line."""
+"""A user's task: its results are recorded exactly, and each possible mistake is one line."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def maker(compute: Any, model: nn.Module, sources: list[str] | None = None, accu
 
 
 def stepped(compute: Any, batches: list[Any], where: list[Any] | None = None, **more: Any) -> StepResult:
-    """One step over these micro-batches, whose samples are of the sources `where`."""
+    """Make one step over these micro-batches, with samples of the sources `where`."""
     model = more.pop("model", None) or nn.Linear(3, 2)
     where = where or [None] * len(batches)
     drawn = iter(Drawn(batch, source) for batch, source in zip(batches, where, strict=True))
@@ -102,7 +102,7 @@ def weighted(model: nn.Module, batch: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("usual_weight", [1.0, 48.0])
 def test_with_weights_every_value_is_the_mean_over_all_of_them(usual_weight: float) -> None:
-    """Of the step, of each source, and of the gradients, which are clipped after that."""
+    """Check the values of the step, of each source, and of the gradients, which are clipped afterwards."""
     torch.manual_seed(0)
     data, model = 2 * torch.randn(8, 3), nn.Linear(3, 2)
     data[6:, 2] = 0.5  # a micro-batch without weight
@@ -184,7 +184,7 @@ def test_value_must_not_share_a_name_with_an_optimizers_loss() -> None:
 
 
 def test_each_optimizer_has_the_weights_of_its_own_losses() -> None:
-    """Also where both losses are computed before the first of two updates."""
+    """Include two losses that are both computed before the first of two updates."""
     torch.manual_seed(0)
     model, data = Pair().eval(), torch.randn(4, 2)
     losses = {"generator": model.generator(data).square().mean(1), "discriminator": model(data).square().mean(1)}
@@ -294,7 +294,7 @@ def test_a_wrong_step_is_one_line(take_step: Callable[[Any], None], words: list[
 
 
 def test_a_number_that_a_step_logs_is_of_no_source() -> None:
-    """Also in a micro-batch of one sample, whose source it could be taken for."""
+    """Include a micro-batch of one sample, whose source it could be mistaken for."""
 
     def take_step(step: Any) -> None:
         for batch in step.batches:
@@ -311,7 +311,7 @@ def test_a_number_that_a_step_logs_is_of_no_source() -> None:
 
 
 def test_a_step_that_asks_for_no_batch_still_consumes_its_own() -> None:
-    """The data order must not depend on what a task does with the batches."""
+    """The data order must not depend on how a task uses the batches."""
     left: Iterator[Drawn] = iter([Drawn(torch.zeros(4, 3)), Drawn(torch.zeros(4, 3)), Drawn(torch.ones(4, 3))])
 
     def take_step(step: Any) -> None:
@@ -368,7 +368,7 @@ def test_a_task_is_told_whether_its_update_was_applied(factor: float, applied: b
 
 
 def test_inputs_of_a_loss_are_freed_unless_kept() -> None:
-    """As in torch, which then refuses to go back through it a second time."""
+    """As in torch, a second backward pass through it is refused."""
 
     def take_step(step: Any) -> None:
         for batch in step.batches:
@@ -500,7 +500,7 @@ def test_a_state_that_cannot_be_kept_or_loaded_is_one_line() -> None:
 
 @pytest.mark.slow
 def test_a_task_with_a_state_of_each_rank_is_exact_after_kills(tmp_path: Path) -> None:
-    """On two ranks, whose states differ."""
+    """Train on two ranks with different states."""
     words = [*OWN_PAIR, "task._target_=custom_tasks.Remembering"]
     plain, killed = (Run(tmp_path / name, words, ranks=2) for name in ("plain", "killed"))
     plain.finish()

@@ -1,4 +1,4 @@
-"""A run in a terminal: it is closed under the run, or Ctrl-C is pressed there."""
+"""A run in a terminal that is closed, or in which Ctrl-C is pressed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMMAND = [sys.executable, "-m", "runner"]
 
 @pytest.fixture
 def window() -> Iterator[Callable[..., Window]]:
-    """Makes terminals with a run in them; what is left of them is killed."""
+    """Yield a function that opens a terminal with a run in it; kill the rest at the end."""
     made: list[Window] = []
 
     def make(run: Run, hangup_ignored: bool = False) -> Window:
@@ -33,7 +33,7 @@ def window() -> Iterator[Callable[..., Window]]:
 
 
 def saved_at_its_step(run: Run, steps: int = 5) -> int:
-    """The step at which the attempt was interrupted, none of which was lost."""
+    """Return the step at which the attempt was interrupted and saved."""
     ended = run.attempts()[-1]
     assert (ended["cause"], ended["exit"], ended["steps_lost"]) == ("interrupted", 75, 0)
     assert ended["checkpoint_step"] == ended["end_step"] == run.step() >= steps
@@ -60,7 +60,7 @@ def test_a_run_whose_terminal_is_closed_loses_no_step(
 
 @pytest.mark.slow
 def test_a_run_under_nohup_trains_on_without_its_terminal(tmp_path: Path, window: Callable[..., Window]) -> None:
-    """Its prints fail from then on, which changes neither the run nor its exit status."""
+    """Its prints then fail, which changes neither the run nor its exit status."""
     run = Run(tmp_path / "run", [*LONG, "train.steps=40", "data.num_workers=1"], {"STEP_SLEEP_S": "0.01"})
     run.env |= run.hold(8)
     opened = window(run, hangup_ignored=True)
@@ -73,7 +73,7 @@ def test_a_run_under_nohup_trains_on_without_its_terminal(tmp_path: Path, window
 
 @pytest.mark.slow
 def test_reader_that_ends_with_the_terminal_changes_no_status(tmp_path: Path) -> None:
-    """As with `2>&1 | tee log`."""
+    """Pipe the output, as in `2>&1 | tee log`."""
     run = Run(tmp_path / "run", LONG, {"STEP_SLEEP_S": "0.01"})
     env = {**run.environment(), **run.env, "PYTHONPATH": f"{ROOT / 'tests' / 'support'}:{ROOT}"}
     with subprocess.Popen(
@@ -91,7 +91,7 @@ def test_reader_that_ends_with_the_terminal_changes_no_status(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one", "ranks", "sweep"])
 def test_ctrl_c_says_at_once_what_it_does(kind: str, tmp_path: Path, window: Callable[..., Window]) -> None:
-    """Once, however many processes there are, while the step is still in progress."""
+    """Print it once, for any number of processes, while the step is still in progress."""
     options = {"one": [], "ranks": ["launcher.ranks=2"], "sweep": ["-m", "seed=1,2", "launcher.slots=2"]}[kind]
     run = Run(tmp_path / "run", [*LONG, *options, "train.device=cpu", f"run.root={tmp_path}"], {"HELD_S": "1000"})
     run.env |= run.hold(2)

@@ -1,4 +1,4 @@
-"""The end of a run: it is finished only when the last evaluation is recorded and the last checkpoint is saved."""
+"""The end of a run: it is finished only with the last evaluation recorded and the last checkpoint saved."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BATCH = (torch.ones(2, 3), torch.ones(2, 1))
 
 
 class KeepingRecorder(Recorder):
-    """Keeps the records it gets; with `full`, they cannot be made durable."""
+    """A recorder that keeps its records; with `full`, they cannot be made durable."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
@@ -50,7 +50,7 @@ class KeepingRecorder(Recorder):
 
 
 class Manager:
-    """Commits every save, unless `last_error` is set."""
+    """A manager that commits every save, unless `last_error` is set."""
 
     last_error: str | None = None
     copying = False
@@ -68,7 +68,7 @@ class Manager:
 
 
 class Stopping(list[Any]):
-    """Batches of an evaluation; a signal comes while they are read."""
+    """Batches of an evaluation, during which a signal comes."""
 
     stop = False
 
@@ -111,7 +111,7 @@ def trainer(batches: list[Any], eval_batches: int = 4, manager: Any = None) -> T
 
 
 class Copying(Manager):
-    """Copies only when it is waited for: nothing that was passed to `save` may have changed by then."""
+    """A save that copies only when it is awaited: nothing passed to `save` may have changed by then."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def test_user_loader_is_read_to_its_end_before_the_next_pass() -> None:
 
 
 class Taking:
-    """A task that takes whole steps, and changes weights before anything else."""
+    """A task with whole steps that changes weights first."""
 
     def take_step(self, step: Any) -> None:
         with torch.no_grad():
@@ -164,7 +164,7 @@ class Taking:
 
 
 class Meddling(Callbacks):
-    """One callback, which changes weights after a save."""
+    """A callback that changes weights after a save."""
 
     def __init__(self, model: nn.Module) -> None:
         self.__dict__.update(vars(Callbacks.none()))
@@ -180,7 +180,7 @@ class Meddling(Callbacks):
 
 @pytest.mark.parametrize("who", ["task", "callback"])
 def test_user_step_or_callback_may_change_weights(who: str) -> None:
-    """So nothing is left to be copied then."""
+    """So no tensor may be left to copy then."""
     manager = Copying()
     taken = trainer([BATCH], manager=manager)
     taken.evaluation, taken.cadence = None, Cadence(1, None)
@@ -211,7 +211,7 @@ def test_signal_in_the_last_evaluation_leaves_the_run_open() -> None:
 
 
 class SlowCallbacks(Callbacks):
-    """Each method takes a time of its own."""
+    """Callbacks whose methods each take a different time."""
 
     def __init__(self, now: list[float]) -> None:
         self.__dict__.update(vars(Callbacks.none()))
@@ -236,7 +236,7 @@ class SlowCallbacks(Callbacks):
 
 
 def test_what_callbacks_take_counts_where_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not as steps: a model that is downloaded in on_start, or a text that is written after an evaluation."""
+    """A download in on_start or a text written after an evaluation is not time of steps."""
     now = [0.0]
     monkeypatch.setattr(clock, "monotonic", lambda: now[0])
     made = trainer([BATCH], eval_batches=1)

@@ -71,7 +71,7 @@ def test_a_signal_during_the_imports_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_a_signal_in_an_evaluation_does_not_wait_for_its_end(tmp_path: Path) -> None:
-    """The evaluation is abandoned, the state saved, and the resumed run evaluates once."""
+    """Drop the evaluation and save the state; the resumed run evaluates once."""
     overrides = [*SHORT, PACED, "eval.batches=20"]
     run = Run(tmp_path / "run", overrides)
     run.hold_at(1, HELD_IN="evaluation", HELD_S="1000")
@@ -89,7 +89,7 @@ def test_a_signal_in_an_evaluation_does_not_wait_for_its_end(tmp_path: Path) -> 
 
 
 def test_a_second_interrupt_exits_at_once(tmp_path: Path) -> None:
-    """Although the evaluation it is in would take very long."""
+    """The evaluation in progress would take very long."""
     run = Run(tmp_path / "run", [*SHORT, PACED])
     run.hold_at(0, HELD_IN="evaluation", HELD_S="1000")
     run.start()
@@ -124,7 +124,7 @@ def test_resume_keeps_the_first_attempts_thread_count(tmp_path: Path) -> None:
 
 
 def test_a_source_removed_and_one_added_during_a_run(tmp_path: Path) -> None:
-    """With the elastic sampler and consent: the others continue at their keys, the new one begins at 0."""
+    """Use the elastic sampler, with consent: the others continue at their keys, the new one begins at 0."""
     mixture = [*SHORT, "data=mixture", "sampler=elastic", "eval.every_steps=0"]
     run = Run(tmp_path / "run", [*mixture, "train.steps=10"])
     run.finish()
@@ -146,7 +146,7 @@ def test_a_source_removed_and_one_added_during_a_run(tmp_path: Path) -> None:
 
 
 def test_code_changed_since_the_submission_is_reported(tmp_path: Path) -> None:
-    """An attempt compares the code with that of the submission."""
+    """Compare an attempt's code with that of the submission."""
     run = Run(tmp_path / "run", [*SHORT, "train.steps=5", "eval.every_steps=5"])
     run.finish()
     config, code = run.path / "config.yaml", run.path / "code.json"
@@ -164,7 +164,7 @@ def test_code_changed_since_the_submission_is_reported(tmp_path: Path) -> None:
 
 
 def test_edited_file_is_named_by_the_next_command_and_job(tmp_path: Path) -> None:
-    """Without git: what the config names by `_target_`, and what that imports, is compared by its content."""
+    """Compare by content, without git, the files named by `_target_` and their imports."""
     helper, run = tmp_path / "helper.py", Run(tmp_path / "run", [])
     helper.write_text("SLOPE = 0.0\n")
     (tmp_path / "model.py").write_text(
@@ -211,7 +211,7 @@ def test_an_adaptive_cadence_reports_its_choice(tmp_path: Path) -> None:
 
 
 def test_save_in_flight_is_completed_when_training_fails(tmp_path: Path) -> None:
-    """Otherwise each attempt would be recorded without its checkpoint, and three of them counted as a crash loop."""
+    """Otherwise each attempt would be recorded without its checkpoint, and three would count as a crash loop."""
     fault = tmp_path / "fault"
     fault.write_text("fail")
     overrides = [*TINY, PACED, "+train.loss.fail_at=6", "train.steps=20", "checkpoint.every_steps=5"]

@@ -1,4 +1,4 @@
-"""A warm start: the weights of another run, or of a file, and nothing else; the same ones after a kill."""
+"""A warm start: another run's weights, or a file's, and nothing else; the same ones after a kill."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Say = pytest.CaptureFixture[str]
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints of steps 2, 4 and 6, of which 2 is the best."""
+    """Make a run with checkpoints of steps 2, 4 and 6, of which 2 is the best."""
     path = tmp_path_factory.mktemp("warm") / "source"
     return here.trained(path, "checkpoint.keep_best=1", "checkpoint.best.mode=max")
 
@@ -49,7 +49,7 @@ def init(run: Path) -> dict[str, Any]:
 
 
 def begins_with(run: Path, expected: dict[str, torch.Tensor], *but: str) -> bool:
-    """Whether a run whose learning rate is 0 still has these weights."""
+    """Return whether a run with learning rate 0 still has these weights."""
     found = weights(run, RunDir(run).newest_step())
     return all(torch.equal(found[name], tensor) for name, tensor in expected.items() if name not in but)
 
@@ -69,7 +69,7 @@ def test_the_weights_are_those_of_the_checkpoint(source: Path, tmp_path: Path, c
 
 
 def test_only_weights_are_taken(source: Path, tmp_path: Path) -> None:
-    """The optimizer, the schedule, the data order and the step begin anew: as if the weights had been drawn so."""
+    """Optimizer, schedule, data order and step begin anew, as after an initialization with these weights."""
     words = ["seed=5", "eval.every_steps=0", "checkpoint.every_steps=null"]
     run, cold = here.trained(tmp_path / "run", f"init_from={source}", *words), here.trained(tmp_path / "cold", *words)
     records = [
@@ -110,7 +110,7 @@ def test_a_file_a_part_and_a_frozen_part(source: Path, tmp_path: Path, capsys: S
 
 @pytest.mark.slow
 def test_hugging_face_model_with_tied_weights_loads(tmp_path: Path) -> None:
-    """Its library's files have a weight with two names once."""
+    """The library's files have a weight with two names once."""
     first = here.trained(tmp_path / "first", *HUGGING_FACE)
     assert here.command("checkpoints", first, "--export", tmp_path / "folder") == 0
     file = tmp_path / "folder" / "model.safetensors"
@@ -319,7 +319,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path, mon
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_run_killed_before_its_checkpoint_has_the_same_weights(source: Path, tmp_path: Path) -> None:
-    """Although the source has gone on meanwhile, and another checkpoint of it is the best."""
+    """The source has trained further, and its best checkpoint is another one."""
     copy = Path(shutil.copytree(source, tmp_path / "source"))
     words = [*here.SHORT, f"init_from={copy}@best", PACED, "seed=5", "checkpoint.every_steps=100"]
     whole = Run(tmp_path / "whole", words)

@@ -1,4 +1,4 @@
-"""Warnings that any module logs are shown and recorded in the status for the time of an attempt."""
+"""Warnings of any module are shown, and recorded in the status, during an attempt."""
 
 from __future__ import annotations
 

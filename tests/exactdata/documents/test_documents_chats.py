@@ -1,4 +1,4 @@
-"""Of a chat the assistants' turns are trained on, and nothing else; tokenizers lose nothing."""
+"""Only the assistant's turns of a chat are trained on, and no tokenizer setting loses a token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TURNS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of a tokenizer as Llama 3 has it: it writes a begin token, and trims the offsets of blanks."""
+    """Return a folder with a tokenizer like Llama 3's: it adds a begin token and trims blanks from the offsets."""
     path = tmp_path_factory.mktemp("llama")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -104,7 +104,7 @@ def test_labels_of_a_chat_leave_out_the_other_turns_in_every_cut(tmp_path: Path)
 
 
 def test_a_tokenizer_that_would_truncate_and_pad_loses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also not where a text is tokenized in pieces: there is one begin token, and one end."""
+    """Cover a text that is tokenized in pieces, too: it has one begin token and one end token."""
     monkeypatch.setattr(module, "PIECE", 60)
     texts = ["more\n" * 40, "the cat", "e\u0301 \u2028 \U0001f600"]
     made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))

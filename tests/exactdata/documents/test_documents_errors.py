@@ -1,4 +1,4 @@
-"""What a user did wrong, or a disk, is one line with the file and the remedy."""
+"""An error of the user or of the disk is one line with the file and the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preparations that are killed anywhere, that run out of space, or that run twice at once, end with the same files."""
+"""Preparations that are killed, run out of space or run twice at once end with the same files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.utime")
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file of three parts."""
+    """Write a source file of three parts."""
     monkeypatch.setattr(prepared, "SMALL", 1000)
     monkeypatch.setattr(prepared, "LARGE", 1000)
     monkeypatch.setattr(claims, "STALE_S", 0.0)  # a claim that was killed half written
@@ -43,7 +43,7 @@ def prepare(source: Path, cache: Path) -> Path:
 
 
 def tree(cache: Path) -> Tree:
-    """Return all that is left, but for the claims of those that were killed."""
+    """Return all files below the cache except the claims of killed processes."""
     kept = [path for path in cache.rglob("*") if path.is_file() and path.parent.name != "claims"]
     hidden = list(cache.rglob(".*"))
     assert not hidden, hidden
@@ -63,7 +63,7 @@ def in_child(act: Callable[[], None]) -> int:
 
 
 def dies_before(change: int, cache: Path) -> None:
-    """Kill this process before a change below the cache, with what it has not flushed."""
+    """Kill this process before a change below the cache. Data that it has not flushed are lost."""
     left = change
 
     def hook(event: str, args: tuple[object, ...]) -> None:
@@ -80,7 +80,7 @@ def dies_before(change: int, cache: Path) -> None:
 
 @pytest.mark.promise("a preparation of documents, killed at any call, is completed by the next start")
 def test_killed_preparation_is_completed_by_the_next_start(source: Path, tmp_path: Path) -> None:
-    """Each in a forked process, killed with SIGKILL; claims, temporary folders and half-written files stay behind."""
+    """Kill a forked process with SIGKILL. Claims, temporary folders and half-written files stay behind."""
     prepare(source, tmp_path / "whole")
     expected = tree(tmp_path / "whole")
     for change in range(1000):
@@ -100,7 +100,7 @@ def test_killed_preparation_is_completed_by_the_next_start(source: Path, tmp_pat
 
 
 def test_full_disk_is_one_error_and_a_start_with_space_works(source: Path, tmp_path: Path) -> None:
-    """Stands for a full disk: a limit on the size of files, of every size up to the largest file."""
+    """Stand in for a full disk with a limit on file sizes, from nothing up to the largest file."""
     prepare(source, tmp_path / "whole")
     expected = tree(tmp_path / "whole")
     sizes = sorted({len(content) for content in expected.values()})
@@ -186,7 +186,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
 
 @pytest.mark.slow
 def test_two_processes_share_work_and_one_survives_a_kill(tmp_path: Path) -> None:
-    """Real processes, each with two workers: both complete; then one is killed in the middle, and its workers end."""
+    """Run two processes with two workers each: both complete, then one is killed and its workers end."""
     source = tmp_path / "a.jsonl"
     with open(source, "w") as file:
         for number in range(60_000):

@@ -1,4 +1,4 @@
-"""Real texts: the sources and the manual of the Python that runs the tests, and a tokenizer trained on them."""
+"""Real texts: the sources and the manual of this Python, with a tokenizer trained on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every token of every document is in one place of an epoch, by a recount that shares no code with the packing."""
+"""Each token of each document is in one place of an epoch, according to a recount without the packing code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ files = st.lists(
 
 
 def write(path: Path, suffix: str, content: list[Any], newline: bytes, more: bool) -> list[tuple[int, str]]:
-    """Write a file; return the lines and texts that are documents, as its writer knows them."""
+    """Write a file and return the lines and texts that are documents, as the writer knows them."""
     good = [(number, each) for number, each in enumerate(content, 1) if isinstance(each, str)]
     if suffix == "txt":
         text = "".join(each for _, each in good)
@@ -67,7 +67,7 @@ def write(path: Path, suffix: str, content: list[Any], newline: bytes, more: boo
 
 
 def corpus(folder: Path, made: list[Any]) -> tuple[list[Path], list[tuple[str, int, list[int]]]]:
-    """Write files; return them, and of each document its file, its line and its tokens: bytes and a zero."""
+    """Write files. Return them, and for each document its file, line and tokens (bytes and a zero)."""
     paths, expected = [], []
     for number, (suffix, *rest) in enumerate([("jsonl", ["ab"], b"\n", False), *made]):
         paths.append(folder / f"{number}.{suffix}")
@@ -88,7 +88,7 @@ def documents(folder: Path, paths: list[Path], small: int = 40, **options: Any) 
 
 
 def recount(batches: list[dict[str, Any]]) -> Found:
-    """Take batches apart, token by token; check what each row promises."""
+    """Take batches apart token by token, and check what each row promises."""
     found: Found = defaultdict(dict)
     for batch in batches:
         rows = zip(*(batch[k].tolist() for k in ("input_ids", "labels", "position_ids", "document_ids")), strict=True)
@@ -110,7 +110,7 @@ def recount(batches: list[dict[str, Any]]) -> Found:
 
 
 def with_firsts(data: Documents, rows: list[int]) -> dict[str, Any]:
-    """Fetch a batch, and say where each piece of it begins in its document."""
+    """Fetch a batch and note where each of its pieces begins in its document."""
     batch = data.__getitems__(rows)
     firsts: list[dict[int, int]] = [{} for _ in rows]
     for row, document, first, length in zip(
@@ -181,7 +181,7 @@ def test_train_and_eval_are_disjoint_and_together_everything(tmp_path: Path) -> 
 
 
 def naive(lengths: list[int], capacity: int) -> list[int]:
-    """Return the room left in each row of best fit decreasing, ascending."""
+    """Return the room left in each row of a plain best-fit-decreasing packing, ascending."""
     rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
         fits = [room for room in rooms if room >= length]
@@ -224,7 +224,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Documents]:
 def test_epoch_over_kills_ranks_and_edits_has_each_token_once(
     sources: dict[str, Documents], parts: list[tuple[int, int, float]], seed: int
 ) -> None:
-    """Each part of the run has its own number of ranks, stops after some steps, and is edited before it goes on."""
+    """Give each part of the run its own number of ranks, stop it after some steps, and edit it before it resumes."""
     check_epochs(sources, [*parts, (2, 10**6, 1.0)], seed)
 
 

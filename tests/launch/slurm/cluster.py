@@ -1,7 +1,7 @@
 """A real Slurm on this machine: two nodes, a private directory, free ports; daemons are stopped by pid file.
 
-Two partitions: a job in `high` preempts whatever runs in `low`, after a grace time of GRACE seconds; `nograce`
-is like `low` without a grace time, and in `cancels` it is cancelled. There is no accounting, as on many small clusters.
+Two partitions: a job in `high` preempts jobs in `low`, after a grace time of GRACE seconds; `nograce` is like `low`
+without a grace time, and in `cancels` the job is cancelled. There is no accounting, as on many small clusters.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# All limits of waits are multiplied by this: they end a wait for something that never happens, on any machine.
+# All limits of waits are multiplied by this. They only end a wait for an event that never happens.
 PATIENCE = float(os.environ.get("RUNNER_TEST_PATIENCE", "5"))
 GRACE = 60  # seconds between a preemption's SIGTERM and its SIGKILL
 NODES = ("n1", "n2")
 DAEMONS = ("slurmctld", "slurmd", "munged", "sbatch")
 INSTALL = "apt-get update && apt-get install -y slurmctld slurmd slurm-client munge (as root)"
 
-# What is left out is what every version has by default: no accounting, cred/munge, task/none and so on, under names
+# Settings left out have the default of every version: no accounting, cred/munge, task/none and so on, under names
 # that have changed.
 CONFIG = """\
 ClusterName=test
@@ -65,13 +65,13 @@ PartitionName=high Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE 
 
 
 def missing() -> list[str]:
-    """Slurm's daemons that this machine lacks; the tests on a real cluster need all of them."""
+    """Return the Slurm daemons that this machine lacks. The tests on a real cluster need all of them."""
     path = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"))
     return [name for name in DAEMONS if shutil.which(name, path=path) is None]
 
 
 class Cluster:
-    """Two nodes on this machine. `environment` is what a client of it needs."""
+    """Two nodes on this machine. `environment` is the environment of a client."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -83,7 +83,7 @@ class Cluster:
         }
 
     def start(self) -> None:
-        """Start munge and the daemons; returns when both nodes are idle."""
+        """Start munge and the daemons, and wait until both nodes are idle."""
         for name in ("state", "spool/n1", "spool/n2"):
             (self.directory / name).mkdir(parents=True)
         host = socket.gethostname().partition(".")[0]
@@ -99,7 +99,7 @@ class Cluster:
         self.wait(lambda: self.run("sinfo", "-h", "-N", "-p", "low", "-o", "%T").split() == ["idle"] * 2, 120)
 
     def _start_munge(self) -> None:
-        """A munge of its own, with its key, socket and pid file in this directory."""
+        """Start a munge with key, socket and pid file in this directory."""
         key = self.directory / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(64))
@@ -119,12 +119,12 @@ class Cluster:
         subprocess.run([*command, *config], check=True, env=self.environment, timeout=30 * PATIENCE)
 
     def stop_controller(self) -> None:
-        """As for an upgrade, or if its machine is lost: jobs keep running, and no command is answered."""
+        """Stop the controller, as in an upgrade or a crash: jobs keep running, and commands get no answer."""
         self._signal("slurmctld.pid", signal.SIGTERM)
         self.wait(lambda: not (self.directory / "slurmctld.pid").exists(), 60, "the end of slurmctld")
 
     def start_controller(self) -> None:
-        """Start the controller again; returns when it answers."""
+        """Start the controller again, and wait until it answers."""
         self._daemon("slurmctld")
         self.wait(lambda: " is UP" in self.run("scontrol", "ping", check=False), 60, "slurmctld")
 
@@ -149,7 +149,7 @@ class Cluster:
             self._signal(name, signal.SIGTERM)
 
     def run(self, *command: str, check: bool = True) -> str:
-        """Standard output of a Slurm command on this cluster."""
+        """Return the standard output of a Slurm command on this cluster."""
         done = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=60 * PATIENCE, check=False
         )
@@ -181,7 +181,7 @@ def _free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def running(directory: Path) -> Iterator[Cluster]:
-    """A cluster for the duration of a `with`; also stopped if it failed to start completely."""
+    """Yield a cluster. Stop it at the end, also if it failed to start completely."""
     cluster = Cluster(directory)
     try:
         cluster.start()

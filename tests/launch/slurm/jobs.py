@@ -26,7 +26,7 @@ COMMON = [
     f"train.steps={STEPS}",
     "eval.every_steps=50",
     "model.dropout=0.1",
-    # Only a signal or the end saves, unless a test sets it: a save that did not happen shows.
+    # Unless a test sets it, only a signal or the end saves, so a missing save shows.
     "checkpoint.every_steps=10000",
 ]
 SLURM = ["launcher=slurm", "launcher.partition=low", "launcher.cpus_per_task=1", "launcher.signal_delay_s=20"]
@@ -34,7 +34,7 @@ SLURM = ["launcher=slurm", "launcher.partition=low", "launcher.cpus_per_task=1",
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One cluster per pytest worker."""
+    """Yield one cluster per pytest worker."""
     if lacking := missing():
         reason = f"{', '.join(lacking)} is missing, and this test starts a real Slurm: {INSTALL}"
         if "RUNNER_REQUIRE_SLURM" in os.environ:  # CI installs Slurm and skips nothing
@@ -51,7 +51,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def runner(cluster: Cluster, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """`python -m runner`, as a user of the cluster runs it."""
+    """Run `python -m runner` as a user of the cluster does."""
     return subprocess.run(
         [sys.executable, "-m", "runner", *arguments],
         cwd=ROOT,
@@ -64,7 +64,7 @@ def runner(cluster: Cluster, *arguments: str, **env: str) -> subprocess.Complete
 
 
 def statuses(cluster: Cluster, root: Path) -> dict[str, dict[str, Any]]:
-    """What `python -m runner status` reports about every run below `root`, by name."""
+    """Return the report of `python -m runner status` about each run below `root`, by name."""
     done = subprocess.run(
         [sys.executable, "-m", "runner", "status", str(root), "--json"],
         cwd=ROOT,
@@ -85,7 +85,7 @@ class Job(Run):
     restarts: int = 0
 
     def submit(self, *more: str, **env: str) -> str:
-        """Run the command; the job's id."""
+        """Run the command and return the job's id."""
         done = runner(self.cluster, *SLURM, *self.overrides, *more, f"run.dir={self.path}", **env)
         assert done.returncode == 0, done.stdout + done.stderr
         self.restarts = 0
@@ -96,11 +96,11 @@ class Job(Run):
         return str(json.loads((self.path / "job.json").read_text())["job_id"])
 
     def row(self) -> dict[str, Any]:
-        """This run in `runner status`."""
+        """Return the row of this run in `runner status`."""
         return statuses(self.cluster, self.path)[self.path.name]
 
     def slurm(self) -> dict[str, str]:
-        """The job's record in Slurm."""
+        """Return the job's record in Slurm."""
         words = self.cluster.run("scontrol", "show", "job", "-o", self.job_id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -125,7 +125,7 @@ class Job(Run):
         return record["JobState"] == "PENDING" and int(record["Restarts"]) > self.restarts
 
     def _started_soon(self) -> bool:
-        """Whether it runs; asks again because Slurm may reset the start time once the job has ended completely."""
+        """Return whether it runs. Ask again: Slurm may reset the start time once the job has ended completely."""
         record = self.slurm()
         start = record.get("StartTime", "Unknown")
         far = start[0].isdigit() and datetime.fromisoformat(start) - datetime.now() > timedelta(seconds=4)
@@ -137,11 +137,11 @@ class Job(Run):
         return record["JobState"] == "RUNNING"
 
     def ends_in(self, seconds: int) -> None:
-        """Let its time limit be so near. Slurm looks every 30 s, and gives notice up to a minute early."""
+        """Set the time limit to end this soon. Slurm looks every 30 s, and signals up to a minute early."""
         self.cluster.run("scontrol", "update", f"jobid={self.job_id}", f"endtime=now+{seconds}")
 
     def ends(self, timeout_s: float = 240) -> str:
-        """Let it continue and wait until the job is over; its last state."""
+        """Let the job continue, wait until it is over, and return its last state."""
         self.release()
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
         self.wait_for_state(*over, timeout_s=timeout_s)
@@ -151,7 +151,7 @@ class Job(Run):
         return [line["cause"] for line in self.attempts()]
 
     def under_way(self) -> dict[str, Any]:
-        """The record of the attempt that has not ended yet."""
+        """Return the record of the attempt that has not ended yet."""
         try:
             record: dict[str, Any] = json.loads((self.path / "attempt.json").read_text())
         except FileNotFoundError:  # it has just ended
@@ -162,7 +162,7 @@ class Job(Run):
         return sum(line["steps_lost"] for line in self.attempts())
 
     def processes(self, rank: int = 0) -> list[psutil.Process]:
-        """The Python processes of a rank of this job."""
+        """Return the Python processes of a rank of this job."""
         job = self.slurm()["JobId"]
         found = []
         for process in psutil.process_iter():
@@ -176,14 +176,14 @@ class Job(Run):
         return found
 
     def log(self) -> str:
-        """The end of what the job printed, for messages."""
+        """Return the end of the job's output, for messages."""
         logs = self.path / "logs"
         # A link to the log of an array is there before its task has started.
         return "\n".join(log.read_text()[-3000:] for log in sorted(logs.glob("*.out")) if log.exists())
 
 
 def preempt(cluster: Cluster, *nodes: str) -> None:
-    """A job of high priority takes whole nodes; returns when it is over."""
+    """Run a job of high priority on whole nodes, until it is over."""
     options = [
         f"--nodes={len(nodes)}",
         f"--nodelist={','.join(nodes)}",

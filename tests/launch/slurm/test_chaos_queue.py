@@ -1,4 +1,4 @@
-"""Chaos through the queue of a real cluster: jobs are stopped, killed and cancelled, and nothing is lost."""
+"""Chaos in the queue of a real cluster: jobs are stopped, killed and cancelled, and nothing is lost."""
 
 from __future__ import annotations
 

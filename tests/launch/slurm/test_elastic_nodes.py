@@ -31,7 +31,7 @@ CALLS = 60  # of the loss, after which an attempt idles: in each of those below 
 
 @contextmanager
 def occupied(cluster: Cluster, node: str) -> Iterator[None]:
-    """A job of high priority takes the node, and keeps it for the duration of the block."""
+    """Occupy the node with a job of high priority for the duration of the block."""
     options = [f"--nodelist={node}", "--exclusive", "--output=/dev/null", "--wrap=sleep 100000"]
     other = cluster.run("sbatch", "--parsable", "--partition=high", *options).strip()
     try:
@@ -43,10 +43,10 @@ def occupied(cluster: Cluster, node: str) -> Iterator[None]:
 
 
 def test_each_start_takes_the_nodes_that_are_free(cluster: Cluster, tmp_path: Path, reference: Reference) -> None:
-    """From two nodes to one, as a job of higher priority takes the other, and back to two: the same run, bit for bit.
+    """Go from two nodes to one, as a job of higher priority takes the other, and back: the same run, bit for bit.
 
-    Slurm must neither limit the job to one node, nor remember at a requeue how many it had. The first requeue is that
-    of a preemption, the second follows when one of the ranks is killed, which ends the others.
+    Slurm must neither limit the job to one node, nor remember at a requeue how many it had. The first requeue is due to
+    a preemption, the second to a killed rank, which ends the others.
     """
     overrides = [*OVERRIDES, "checkpoint.every_steps=5", "launcher.nodes=1-2", "launcher.tasks_per_node=2"]
     job = Job(tmp_path / "run", overrides, cluster=cluster)
@@ -82,7 +82,7 @@ def test_each_start_takes_the_nodes_that_are_free(cluster: Cluster, tmp_path: Pa
 
 
 def assert_no_difference(one: Run, other: Run) -> None:
-    """`runner checkpoints --diff` of the last checkpoints names nothing but how the ranks shared the work."""
+    """Check that `runner checkpoints --diff` of the last checkpoints names only how ranks shared the work."""
     command = [sys.executable, "-m", "runner", "checkpoints", "--json", "--diff"]
     paths = [str(run.checkpoints()[-1]) for run in (one, other)]
     done = subprocess.run(

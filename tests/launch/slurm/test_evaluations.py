@@ -1,4 +1,4 @@
-"""An evaluation as a job of a real cluster: it is preempted, and nothing is lost or done twice."""
+"""An evaluation as a job of a real cluster: it is preempted, and nothing is lost or repeated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
 def results(run: Run) -> dict[int, float]:
-    """The loss by step."""
+    """Return the loss by step."""
     found = [json.loads(file.read_text()) for file in (run.path / "evaluations").glob("step_*.json")]
     return {each["step"]: each["eval_loss"] for each in found}
 

@@ -1,4 +1,4 @@
-"""A branch of a trunk that has not come that far: another job forks it afterwards, on a real cluster."""
+"""A branch of a trunk that has not reached the step yet: another job forks it later, on a real cluster."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def trunk(cluster: Cluster, tmp_path: Path) -> Job:
 
 
 def test_a_job_gives_the_command_once_the_trunk_has_finished(trunk: Job, cluster: Cluster) -> None:
-    """As the message says by which the command is refused before. The branch is submitted from within a job."""
+    """The refusal before suggests this command. The branch is submitted from within a job."""
     trunk.submit(HELD_S="600", **trunk.hold(2))
     branch = Job(trunk.path.with_name("branch"), trunk.overrides, cluster=cluster)
     words = ["fork", str(trunk.path), "--step", "4", f"run.dir={branch.path}", "seed=1"]

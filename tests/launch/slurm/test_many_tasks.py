@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
 def test_two_nodes_preempted_twice_no_step_is_lost(cluster: Cluster, tmp_path: Path, reference: Reference) -> None:
-    """In the middle of a save; and while one of the nodes is slow to answer.
+    """Preempt in the middle of a save, and while one of the nodes is slow to answer.
 
     Until every node has acknowledged the signal, the state is SIGNALING, not RUNNING: yet the job is preempted.
     """
@@ -147,7 +147,7 @@ def test_failed_run_of_a_sweep_is_resubmitted_if_asked(cluster: Cluster, tmp_pat
 
 
 def test_the_doctor_reports_on_the_cluster(cluster: Cluster, tmp_path: Path) -> None:
-    """A range beyond the nodes that there are is no error: Slurm gives what there is."""
+    """A range beyond the existing nodes is no error: Slurm assigns the nodes that exist."""
     sizes = ["sampler=elastic", "train.batch_size=2", "train.global_batch_size=16"]
     options = ["launcher.nodes=1-3", "launcher.tasks_per_node=2", f"run.root={tmp_path}", "--json"]
     done = runner(cluster, "doctor", *SLURM, *COMMON, *sizes, *options)

@@ -1,4 +1,4 @@
-"""Jobs of one task on a real cluster: however Slurm interrupts them, they end bit-identical to an uninterrupted run."""
+"""Jobs of one task on a real cluster: after any interruption by Slurm, they end bit-identical."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_job_preempted_while_python_starts_is_requeued(
 
 
 def slow_scontrol(cluster: Cluster, directory: Path, condition: str, waits: str) -> str:
-    """The option for a job whose scontrol, if `condition` holds, begins its work only when `waits` has failed."""
+    """Return an option for a job whose scontrol, if `condition` holds, begins only when `waits` has failed."""
     real = shutil.which("scontrol", path=cluster.environment["PATH"])
     script = directory / "bin" / "scontrol"
     script.parent.mkdir()
@@ -106,7 +106,7 @@ def test_job_preempted_between_look_and_request_is_requeued(job: Job, cluster: C
 
 @pytest.mark.slow
 def test_near_its_time_limit_a_job_requeues_itself(cluster: Cluster, tmp_path: Path, reference: Reference) -> None:
-    """One saves at the notice. Another one's step is longer than that: it is requeued until its budget is spent."""
+    """One job saves at the notice. Another's step outlasts the notice: it is requeued until its budget is spent."""
     job, stuck = (
         Job(tmp_path / name, [*COMMON, f"launcher.nodelist={node}"], cluster=cluster)
         for name, node in (("run", "n1"), ("stuck", "n2"))
@@ -136,7 +136,7 @@ def test_near_its_time_limit_a_job_requeues_itself(cluster: Cluster, tmp_path: P
 
 @pytest.mark.slow
 def test_job_preempted_in_its_last_step_is_requeued(job: Job, cluster: Cluster) -> None:
-    """The notice of the time limit came first and left minutes; the preemption leaves none, and the step is longer."""
+    """The time limit's notice came first and left minutes. The preemption leaves none, and the step is longer."""
     job.submit("launcher.partition=cancels", STEP_SLEEP_S="1000")
     cluster.wait(lambda: "starting at step 0" in job.log(), 180, f"the start of training: {job.log()}")
     job.ends_in(300)
@@ -153,7 +153,7 @@ def test_job_preempted_in_its_last_step_is_requeued(job: Job, cluster: Cluster) 
 
 @pytest.mark.promise("a Slurm job that is cancelled is never requeued; the rerun command resumes")
 def test_scancel_stops_the_run_and_a_rerun_resumes_it(job: Job, cluster: Cluster, reference: Reference) -> None:
-    """Before it starts, and while it trains."""
+    """Cancel it before it starts, and while it trains."""
     held = job.submit("+launcher.additional.hold=true")
     assert job.row()["state"] == "pending"
     cluster.run("scancel", held)
@@ -242,7 +242,7 @@ def test_hanging_job_is_requeued_and_finishes_later(cluster: Cluster, tmp_path: 
 def test_what_slurm_refuses_is_one_line_and_nothing_is_submitted(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What Slurm prints about its partitions is understood; the messages are tested with fakes."""
+    """Read Slurm's real messages about its partitions; other messages are tested with fakes."""
     root = tmp_path / "outputs"
     done = runner(cluster, "launcher=slurm", *COMMON, "launcher.mem=99T", f"run.root={root}")
     assert done.returncode == 2, done.stderr
@@ -267,7 +267,7 @@ def test_task_killed_while_the_controller_is_away_is_requeued(
 ) -> None:
     """The batch script waits for the controller: if it ended, the job would fail for good."""
     killed, asked, away = (tmp_path / name for name in ("killed", "asked", "away"))
-    # The controller goes when the script is about to ask. If it went before, Slurm itself would lose a minute.
+    # Stop the controller when the script is about to ask. Earlier, Slurm itself would lose a minute.
     slow = slow_scontrol(cluster, tmp_path, f"[ -e {killed} ] && mkdir {asked}", f"[ ! -e {away} ]")
     job.submit("checkpoint.every_steps=10", slow, **job.hold(35))
     job.wait_for_step(35)

@@ -44,13 +44,13 @@ def wait_for(cluster: Cluster, search: Path, kind: str, count: int = 1) -> None:
 
 
 def start_now(cluster: Cluster) -> None:
-    """Do not let a requeued job wait for its two minutes."""
+    """Start a requeued job without its wait of two minutes."""
     for job in cluster.run("squeue", "-h", "-t", "PD", "-o", "%i").split():
         cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
 
 
 def finish(cluster: Cluster, search: Path, *command: Any) -> None:
-    """Wait until the search has ended; give its command again where no slot is left."""
+    """Wait until the search has ended. Rerun its command where no slot is left."""
     deadline = time.monotonic() + 2 * PATIENCE_S
     while not entries(search, "done"):
         assert time.monotonic() < deadline, table(search, "--replay")

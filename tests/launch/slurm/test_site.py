@@ -1,4 +1,4 @@
-"""What sites and other users do to jobs on a real cluster: drained nodes, ids that come again, defaults, epilogs."""
+"""Actions of sites and other users on a real cluster: drained nodes, reused ids, defaults, epilogs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHORT = [*COMMON, "train.steps=5", "eval.every_steps=0"]
 
 
 def test_what_sbatch_queues_is_submitted_whatever_test_only_says(cluster: Cluster, tmp_path: Path) -> None:
-    """Two nodes are asked for and one is drained: the job waits, and the status says for what."""
+    """Request two nodes, one of which is drained: the job waits, and the status explains why."""
     job = Job(tmp_path / "run", [*SHORT, "launcher.nodes=2"], cluster=cluster)
     cluster.run("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
     try:
@@ -51,7 +51,7 @@ def test_a_job_that_has_come_to_the_id_of_ours_is_not_ours(cluster: Cluster, tmp
 
 
 def test_jobs_that_start_without_the_environment_of_the_command(cluster: Cluster, tmp_path: Path) -> None:
-    """By a variable that a site sets for all, and by an option."""
+    """Set this by a variable, as a site does for all users, and by an option."""
     by_variable, by_option = (Job(tmp_path / name, SHORT, cluster=cluster) for name in ("variable", "option"))
     by_variable.submit(SBATCH_EXPORT="NONE")
     by_option.submit("+launcher.additional.export=NONE")
@@ -131,7 +131,7 @@ def test_a_job_that_is_requeued_while_it_is_suspended(cluster: Cluster, tmp_path
 
 
 def test_the_status_of_a_job_on_hold_tells_how_to_release_it(cluster: Cluster, tmp_path: Path) -> None:
-    """In squeue the reason has spaces."""
+    """The reason has spaces in squeue."""
     job = Job(tmp_path / "run", COMMON, cluster=cluster)
     job.submit()
     job.wait_for_state("RUNNING")

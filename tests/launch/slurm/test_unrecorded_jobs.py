@@ -1,4 +1,4 @@
-"""The command is killed after Slurm has accepted a job and before it has recorded that: one job remains in the end."""
+"""The command is killed after Slurm has accepted a job and before recording it: one job remains in the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ case "$*" in {call}*) mkdir {once} 2>/dev/null && kill -KILL $PPID ;; esac
 
 
 def killed_after(call: str, cluster: Cluster, directory: Path, *arguments: str, **env: str) -> None:
-    """Run the command, which is killed as soon as this call of one of Slurm's commands has done its work.
+    """Run the command, and kill it as soon as this call of a Slurm command has done its work.
 
     The job inherits the PATH of the command, and is not killed by its own calls.
     """
@@ -49,14 +49,14 @@ def killed_after(call: str, cluster: Cluster, directory: Path, *arguments: str, 
 
 
 def jobs_of(cluster: Cluster, root: Path, *states: str) -> list[str]:
-    """The live jobs that were submitted from below `root`, or those in these states."""
+    """Return the live jobs, or those in these states, that were submitted from below `root`."""
     chosen = f"--states={','.join(states)}" if states else "--states=PD,R,S,CG"
     rows = cluster.run("squeue", "--noheader", "--array", chosen, "--format=%i %o").splitlines()
     return sorted(row.split()[0] for row in rows if str(root) in row)
 
 
 def test_job_submitted_by_a_killed_command_is_replaced(cluster: Cluster, tmp_path: Path, reference: Reference) -> None:
-    """It is under way, but the command had not given its files their names yet, so it could not train."""
+    """The job runs, but the command had not renamed its files yet, so it could not train."""
     job = Job(tmp_path / "run", [*COMMON, "launcher.nodelist=n1"], cluster=cluster)
     killed_after("sbatch", cluster, tmp_path / "bin", *job.overrides, f"run.dir={job.path}")
     (lost,) = jobs_of(cluster, tmp_path)

@@ -1,7 +1,7 @@
-"""How long a job waits in the queue of a real cluster, and is held back: compared with the test's own clock.
+"""How long a job of a real cluster waits in the queue or is held back, compared with the test's clock.
 
-Slurm's times are in whole seconds. It decides when a job starts, so a wait is bounded from below by what the test did
-and from above by what the test saw.
+Slurm's times are in whole seconds. It decides when a job starts, so a wait is bounded from below by the test's
+actions and from above by its observations.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ROUNDING_S = 1.0  # each of two times of Slurm's is a second too early at most
 
 
 def waited(job: Job, attempt: int = 0) -> tuple[float, float]:
-    """Seconds in the queue, and held back, as an attempt has recorded them."""
+    """Return the seconds in the queue and held back, as an attempt has recorded them."""
     record = job.attempts()[attempt]
     return record["queue_s"], record["hold_s"]
 
 
 def test_waiting_for_nodes_and_being_held_back_are_told_apart(cluster: Cluster, tmp_path: Path) -> None:
-    """One is behind another job, one is held by its user, and one may not start before a time."""
+    """One job is behind another, one is held by its user, and one may not start before a time."""
     whole_node = ["--nodelist=n1", "--exclusive", "--output=/dev/null", "--wrap=sleep 600"]
     other = cluster.run("sbatch", "--parsable", "--partition=low", *whole_node).strip()
     began, submitted, seen, jobs = {}, {}, {}, {}
