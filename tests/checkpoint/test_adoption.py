@@ -48,7 +48,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("linked", [True, False], ids=["links", "copies"])
-def test_it_is_the_same_and_outlives_the_other(
+def test_an_adopted_checkpoint_is_equal_and_outlives_its_origin(
     template: tuple[Path, dict[int, str]], trunk: Path, tmp_path: Path, linked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(source: Path, target: Path) -> None:

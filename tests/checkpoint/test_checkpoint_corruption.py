@@ -178,7 +178,7 @@ def test_changed_byte_is_detected_set_aside_and_survived(
 
 
 @pytest.mark.parametrize("name", ["tensors.json", "train_state.pt"])
-def test_what_is_loaded_is_what_was_verified(run: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verified_bytes_are_the_loaded_ones(run: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Corrupt a bit between two reads: if only the first read was verified, it would be loaded."""
     opened, real = [], files.open_regular
 
@@ -321,7 +321,7 @@ PICKLES = {
 
 
 @pytest.mark.parametrize("case", PICKLES)
-def test_what_would_break_the_interpreter_is_one_line(run: Path, case: str) -> None:
+def test_train_states_that_break_the_interpreter_are_one_line(run: Path, case: str) -> None:
     """The first of these ends torch.load in a segmentation fault, in any command."""
     pickled, message = PICKLES[case]
     path = run / "step_00000002"
@@ -485,7 +485,7 @@ def test_a_file_of_another_size_is_not_read(run: Path) -> None:
     assert load(run) == 1
 
 
-def test_what_is_wrong_is_also_said_without_reading_the_files(run: Path) -> None:
+def test_errors_are_found_without_reading_the_files(run: Path) -> None:
     """A list of checkpoints looks at names and sizes alone."""
     (run / "step_00000001" / "manifest.json").write_bytes(b"")
     os.truncate(run / "step_00000002" / "train_state.pt", 3)

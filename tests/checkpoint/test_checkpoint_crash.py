@@ -143,7 +143,7 @@ def each(directory: Path) -> Iterator[Path]:
         shutil.rmtree(directory / str(number), ignore_errors=True)
 
 
-def test_the_recorded_changes_are_what_happened(scene: Scene, fast: Path) -> None:
+def test_the_recorded_changes_agree_with_real_kills(scene: Scene, fast: Path) -> None:
     """Compare a few real kills with the model."""
     recording, _ = scene.record(fast / "run")
     assert tree_of(fast / "run") == recording.after_kill(len(recording.changes))

@@ -35,7 +35,7 @@ def superseded_at(calls: list[str], number: int) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_it_does_not_even_create_a_directory(saved: Path, change: str) -> None:
+def test_a_superseded_process_creates_no_directory(saved: Path, change: str) -> None:
     """If it were killed next, the directory would stay in the run directory of its successor."""
     with intercepted() as trace, pytest.raises(SupersededError):
         CHANGES[change](saved / step_name(1), Fence(1, partial(superseded_at, [], 1)))
@@ -43,7 +43,7 @@ def test_it_does_not_even_create_a_directory(saved: Path, change: str) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_it_is_asked_again_before_the_checkpoint_is_moved(saved: Path, change: str) -> None:
+def test_the_fence_is_checked_before_a_checkpoint_is_moved(saved: Path, change: str) -> None:
     """A successor that came between the check and the new directory has not swept that directory."""
     before = names(saved)
     with pytest.raises(SupersededError):

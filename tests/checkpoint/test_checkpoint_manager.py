@@ -332,7 +332,7 @@ def test_a_process_that_exits_without_waiting_still_commits(tmp_path: Path) -> N
     assert resumed(tmp_path).step == 1
 
 
-def test_training_does_not_change_what_is_being_written(tmp_path: Path, monkeypatch: Any) -> None:
+def test_training_does_not_change_a_save_in_progress(tmp_path: Path, monkeypatch: Any) -> None:
     gate = threading.Event()
     original = commit.Transaction.begin
 
@@ -490,7 +490,7 @@ def test_save_right_after_the_start_waits_for_the_import(tmp_path: Path) -> None
     assert (done.returncode, done.stdout.strip()) == (0, "warm up"), done.stderr
 
 
-def test_the_background_thread_survives_what_it_runs(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_background_thread_survives_errors(caplog: pytest.LogCaptureFixture) -> None:
     """Otherwise the next save would wait forever."""
     background = Background()
 

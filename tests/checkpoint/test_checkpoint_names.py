@@ -119,7 +119,7 @@ def a_dangling_link(path: Path) -> None:
 
 @pytest.mark.parametrize("put", [other_tool, other_manifest, a_file, a_link, a_dangling_link])
 @pytest.mark.parametrize("name", ["step_6", "step_00000006"])
-def test_what_is_not_ours_is_left_alone(
+def test_foreign_entries_are_left_alone(
     run: Path, put: Callable[[Path], None], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(run / name)
@@ -143,15 +143,13 @@ def test_what_is_not_ours_is_left_alone(
     assert load(run)[0].digest() == toy.digest()
 
 
-def test_a_run_that_finds_only_what_is_not_ours_starts_at_step_0(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_run_with_only_foreign_checkpoints_starts_at_step_0(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     other_tool(tmp_path / "step_00000006")
     assert load(tmp_path)[1] == 0
     assert "it has no manifest of this runner" in caplog.text
 
 
-def test_an_empty_directory_is_nobodys_and_in_nobodys_way(run: Path) -> None:
+def test_an_empty_directory_is_foreign_and_blocks_no_save(run: Path) -> None:
     (run / "step_00000004").mkdir()
     toy, step = load(run)
     assert step == 3
@@ -214,7 +212,7 @@ def test_killed_deletion_frees_the_name_before_the_files(run: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("refusals", [3, 4])
-def test_nobody_resumes_during_a_save_that_may_commit(
+def test_no_attempt_resumes_during_a_save_that_may_commit(
     refusals: int, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process of that save may only be stopped. Its rename fails once the directory has another name."""

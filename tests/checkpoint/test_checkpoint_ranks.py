@@ -170,7 +170,7 @@ def stepping(rank: int, directory: str, number: int, last: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_a_resumed_run_saves_what_the_undisturbed_one_saves(tmp_path: Path) -> None:
+def test_a_resumed_run_and_an_undisturbed_one_save_the_same(tmp_path: Path) -> None:
     """Compare all of the two checkpoints, even the order of a list of names."""
     for name, ends in {"whole": [2], "resumed": [1, 2]}.items():
         (tmp_path / name).mkdir()

@@ -55,7 +55,7 @@ def test_numpy_state_may_also_be_in_its_own_form() -> None:
 
 
 @pytest.mark.parametrize("state", [{"pyhton": 1}, {"python": (3, 4, None)}, {"torch_cpu": torch.zeros(3)}])
-def test_what_is_not_a_generator_state_is_refused_in_one_line(state: dict[str, Any]) -> None:
+def test_an_invalid_generator_state_is_one_line(state: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError) as caught:
         set_rng_state(state)
     assert "\n" not in str(caught.value)
@@ -166,7 +166,7 @@ def test_snapshot_is_independent_and_has_plain_values() -> None:
 
 
 @pytest.mark.parametrize("value", [np.zeros(3), object(), {1, 2}, Clockwork()])
-def test_what_could_not_be_loaded_safely_is_refused_at_the_save(value: Any) -> None:
+def test_unsafe_train_state_is_refused_at_the_save(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"train state\['loader'\]\[0\]"):
         snapshot({"loader": [value]})
 
@@ -185,7 +185,7 @@ def test_manager_import_is_free_of_torch_distributed_checkpoint() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_what_has_no_state_is_named() -> None:
+def test_objects_without_a_state_are_named() -> None:
     with pytest.raises(CheckpointError, match="generators is None: pass what get_rng_state"):
         set_rng_state(None)  # type: ignore[arg-type]
     for name in ("scheduler", "dataloader"):

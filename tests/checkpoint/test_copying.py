@@ -102,7 +102,7 @@ def test_late_copies_are_of_the_state_at_the_save(tmp_path: Path, late: None) ->
         assert found.tensors > 20
 
 
-def test_copies_wait_only_for_what_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_unchanging_tensors_are_copied_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first save copies everything at once; later ones copy at once what a forward pass changes."""
     later: list[set[str]] = []
     complete = Copy.complete
@@ -129,7 +129,7 @@ def test_copies_wait_only_for_what_stays_as_it_is(tmp_path: Path, monkeypatch: p
     assert kept <= later[1]
 
 
-def test_what_is_first_saved_later_is_observed_then() -> None:
+def test_tensors_first_saved_later_are_observed_then() -> None:
     """An optimizer's state may begin late, and this rank may then have to write other tensors."""
     old, new, clamped = (torch.ones(4) for _ in range(3))
     buffers = HostBuffers()

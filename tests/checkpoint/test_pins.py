@@ -41,7 +41,7 @@ def test_pins_are_set_listed_and_removed(saved: Path) -> None:
     assert pinned(saved) == {3}
 
 
-def test_what_is_pinned_is_durable_whoever_set_the_pin_first(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pin_of_a_killed_process_is_made_durable(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that set the pin may have been killed before its name was synced."""
     synced: list[Path] = []
     monkeypatch.setattr(files, "fsync_dir", synced.append)
@@ -58,7 +58,7 @@ def test_a_pin_is_not_taken_for_a_checkpoint(saved: Path) -> None:
     assert RunDir(saved.parent).checkpoint_steps() == [1, 2, 3]
 
 
-def test_retention_keeps_what_is_pinned_besides_the_newest(saved: Path) -> None:
+def test_retention_keeps_pinned_checkpoints_and_the_newest(saved: Path) -> None:
     """It deletes the checkpoint at the next save after the pin was removed."""
     pin(saved / step_name(1))
     toy = Toy()
@@ -74,7 +74,7 @@ def test_retention_keeps_what_is_pinned_besides_the_newest(saved: Path) -> None:
     assert [one.step for one in choice.candidates(Directory(saved))] == [6, 5]
 
 
-def test_what_is_gone_is_not_pinned(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deleted_checkpoint_is_not_pinned(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock, "sleep", lambda seconds: None)
     assert not pin(saved / step_name(9))
     assert pinned(saved) == set()

@@ -107,7 +107,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Memory:
     return Memory(Path("memory"), Fence())
 
 
-def test_it_saves_lists_deletes_and_loads(store: Memory) -> None:
+def test_a_memory_store_saves_lists_deletes_and_loads(store: Memory) -> None:
     toy, saving, digests = Toy(), manager(store), {}
     for step in (1, 2, 3):
         toy.train()
@@ -123,7 +123,7 @@ def test_it_saves_lists_deletes_and_loads(store: Memory) -> None:
     assert choice.set_aside_earlier(store) == ["step_00000003.corrupt"]
 
 
-def test_one_that_was_superseded_commits_nothing(store: Memory) -> None:
+def test_a_superseded_save_in_memory_commits_nothing(store: Memory) -> None:
     def check() -> None:
         raise SupersededError("a newer attempt")
 
@@ -135,7 +135,7 @@ def test_one_that_was_superseded_commits_nothing(store: Memory) -> None:
     assert choice.candidates(store) == []
 
 
-def test_what_is_damaged_is_an_error_with_the_name_of_the_place(store: Memory) -> None:
+def test_damage_in_a_store_is_an_error_with_the_place(store: Memory) -> None:
     toy = Toy()
     toy.save(manager(store))
     store.content["step_00000000"]["train_state.pt"] += b"x"

@@ -45,7 +45,7 @@ def script(submission: str) -> str:
     return f"/logs/.submission_file_{submission}-3.sh"
 
 
-def test_one_call_cancels_a_job_and_its_sweep_only(
+def test_a_call_cancels_a_job_and_its_sweep_only(
     slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, other = "a" * 32, "b" * 32
@@ -94,7 +94,7 @@ def test_a_withdrawal_holds_for_one_job_or_one_attempt(
     assert states(tmp_path)["local"] == "interrupted"
 
 
-def test_what_cannot_be_cancelled_is_named(
+def test_runs_that_cannot_be_cancelled_are_named(
     slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Try a run without anything to cancel, one of another machine, an unknown sweep, and a silent scheduler."""

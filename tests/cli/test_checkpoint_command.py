@@ -243,7 +243,7 @@ def test_a_list_notices_a_truncated_or_missing_file(run: Path, capsys: pytest.Ca
     assert "corrupt: train_state.pt cannot be read" in listed
 
 
-def test_diff_lists_what_differs_and_exits_like_diff(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_lists_differences_and_exits_like_diff(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(run / "checkpoints", run / "copy")
     assert main([str(run), "--diff", "2", str(run / "copy" / "step_00000002")]) == 0
     assert "are bit-identical" in capsys.readouterr().out

@@ -97,7 +97,7 @@ def test_a_class_that_lacks_members_of_a_launcher_is_refused(run: Command, capsy
 
 
 @pytest.mark.slow
-def test_rerunning_a_sweep_starts_only_what_is_unfinished(run: Command, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rerunning_a_sweep_starts_only_unfinished_runs(run: Command, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = ("-m", "seed=1,2,3,4,5")
     assert run(*sweep) == 0
     one, two, three, four, five = run_dirs()

@@ -49,7 +49,7 @@ class TestShowing:
         ],
     )
     @pytest.mark.slow
-    def test_it_works_from_any_directory_without_torch(self, tmp_path: Path, arguments: list[str]) -> None:
+    def test_showing_works_from_any_directory_without_torch(self, tmp_path: Path, arguments: list[str]) -> None:
         program = (
             "import sys; from runner.__main__ import main; status = main(); "
             "heavy = {'torch', 'numpy', 'submitit'} & set(sys.modules); assert not heavy, heavy; sys.exit(status)"
@@ -65,7 +65,9 @@ class TestShowing:
         assert "data=mixture sampler.temperature=0.7" in done.stdout
 
     @pytest.mark.slow
-    def test_cfg_resolve_prints_what_would_be_frozen(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_cfg_resolve_prints_the_config_to_be_frozen(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert entry.run(["data=mixture", "seed=3", "--cfg", "job", "--resolve"]) == 0
         assert capsys.readouterr().out == Composer().compose(["data=mixture", "seed=3"]).text
         assert entry.run(["--cfg", "job", "--resolve", "-p", "train.batch_size"]) == 0
@@ -95,7 +97,7 @@ class TestDispatch:
         assert [line.split()[0] for line in listed.splitlines()[1:] if line] == list(COMMANDS)
 
     @pytest.mark.parametrize("name", COMMANDS)
-    def test_every_command_has_a_help_of_its_own(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_every_command_has_its_help_text(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert entry.run(["help", name]) == 0
         printed = capsys.readouterr().out
         assert printed.startswith(f"usage: python -m runner {name} ")
@@ -175,7 +177,7 @@ class TestCompletion:
         assert completion.candidates(f"runner --config-dir {tmp_path} data=mi") == ["data=mine", "data=mixture"]
 
     @pytest.mark.slow
-    def test_bash_takes_what_follows_the_equals_sign(self, tmp_path: Path) -> None:
+    def test_bash_completes_the_text_after_the_equals_sign(self, tmp_path: Path) -> None:
         """Bash splits words at `=`, and replaces only the last part."""
         (tmp_path / "runner").write_text(f'#!/bin/sh\nexec {sys.executable} -m runner "$@"\n')
         (tmp_path / "runner").chmod(0o755)

@@ -47,7 +47,7 @@ def test_another_length_is_another_run(finished: Path, run: Command) -> None:
     assert len(run_dirs()) == 3
 
 
-def test_a_run_is_extended_by_resume_which_says_what_that_means(
+def test_resume_extends_a_run_and_explains_the_effects(
     finished: Path, run: Command, command: Command, conf: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = identity(load_plain(finished))
@@ -97,7 +97,7 @@ def test_a_command_does_not_extend_a_run_in_passing(run: Command, capsys: pytest
 
 
 @pytest.mark.parametrize("free", ["scheduler=constant", "scheduler.total_steps=30"])
-def test_where_nothing_follows_the_length_it_may_change(run: Command, free: str) -> None:
+def test_the_length_may_change_where_nothing_follows_it(run: Command, free: str) -> None:
     assert run(free, "train.steps=40") == run(free, "train.steps=60") == 0
     (path,) = run_dirs()
     assert load(path).train.steps == 60
@@ -105,7 +105,7 @@ def test_where_nothing_follows_the_length_it_may_change(run: Command, free: str)
     assert json.loads((path / "code.json").read_text())["edits"] == []
 
 
-def test_where_a_run_was_started_is_compared(
+def test_the_start_directory_of_a_run_is_compared(
     run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "here/notes.txt").write_text("text " * 500)

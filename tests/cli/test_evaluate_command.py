@@ -110,7 +110,7 @@ def test_a_moved_run_and_a_result_whose_checkpoint_is_gone(run: Path, capsys: An
 SUBMIT = ["run", "--step", "all", "launcher=fake"]
 
 
-def test_it_is_submitted_once_with_what_it_needs(run: Path, capsys: Any) -> None:
+def test_an_evaluation_is_submitted_once_with_its_options(run: Path, capsys: Any) -> None:
     words = [*SUBMIT, "eval.batches=1", "launcher.partition=low"]
     assert evaluate(*words) == 0
     (directory,) = EvaluationLauncher.launched

@@ -116,7 +116,7 @@ def test_command_refused_by_the_disk_leaves_no_directory(
     assert not Path("there").exists()
 
 
-def test_of_an_attempt_that_the_disk_refuses_no_directory_stays(
+def test_a_refused_attempt_leaves_no_directory(
     run: Command, command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(path: Path, content: bytes) -> None:
@@ -139,7 +139,7 @@ def test_a_launcher_that_refuses_leaves_no_checkpoint(
 
 
 @pytest.mark.parametrize("what", ["job", "holder", "records", "files"])
-def test_a_refused_run_that_somebody_else_uses_stays(
+def test_a_refused_run_that_another_process_uses_stays(
     trunk: Path, command: Command, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """Another command submits, trains or has trained it; or its directory existed before, with files in it."""
@@ -203,7 +203,7 @@ def test_unreadable_records_of_a_branch_are_not_replaced(trunk: Path, monkeypatc
     assert hashes(branch.path) == before
 
 
-def test_where_a_branch_was_moved_from_nothing_is_made(trunk: Path) -> None:
+def test_nothing_is_made_at_the_old_place_of_a_branch(trunk: Path) -> None:
     """Suspend the process between its last look and the call."""
     branch = Path("o/branch").absolute()
     branch.mkdir()

@@ -125,7 +125,7 @@ class TestMove:
         assert "two\nlines" in run_dirs()[0].name
 
     @pytest.mark.parametrize("how", ["same", "another", "file"])
-    def test_what_exists_is_not_replaced(
+    def test_mv_does_not_replace_an_existing_target(
         self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], how: str
     ) -> None:
         digest = made.name.rpartition("-")[2]
@@ -267,7 +267,7 @@ class TestRemove:
         assert run_dirs() == []
         assert capsys.readouterr().out.splitlines()[-1] == f"removed outputs/{made.name}"
 
-    def test_it_asks_and_a_script_has_to_be_explicit(
+    def test_rm_asks_and_a_script_has_to_be_explicit(
         self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         assert command("rm", str(made)) == ExitStatus.USAGE
@@ -358,7 +358,7 @@ class TestRemove:
         assert "Input/output error" in error(capsys)
         assert made.is_dir()
 
-    def test_a_run_with_a_job_that_nobody_may_have_recorded_stays(
+    def test_a_run_with_a_possibly_unrecorded_job_stays(
         self, made: Path, command: Command, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """For example, its command was killed after sbatch had accepted the job."""
@@ -419,7 +419,7 @@ class TestRemove:
         assert done == ["synced", "removed"]
         assert run_dirs() == []
 
-    def test_what_a_disk_refuses_to_remove_is_removed_later(
+    def test_a_refused_removal_is_completed_later(
         self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with monkeypatch.context() as patch:
@@ -443,7 +443,9 @@ def unpacked(file: Path, folder: Path) -> Path:
 
 class TestArchive:
     @pytest.mark.parametrize("suffix", [".tar", ".tar.gz", ".tar.xz"])
-    def test_what_is_unpacked_is_the_run(self, made: Path, command: Command, tmp_path: Path, suffix: str) -> None:
+    def test_an_unpacked_archive_equals_the_run(
+        self, made: Path, command: Command, tmp_path: Path, suffix: str
+    ) -> None:
         """Compare empty directories, links, strange names, modes and pins, but no leases."""
         (made / "tensorboard").mkdir()
         (made / "wandb").mkdir()
@@ -506,7 +508,7 @@ class TestArchive:
         assert command("archive", str(made), "x.tar") == 0
         assert "cannot be removed (Input/output error)" in capsys.readouterr().err
 
-    def test_it_gets_its_name_only_after_it_was_verified(
+    def test_an_archive_is_verified_before_it_gets_its_name(
         self, made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         before = contents(made)
@@ -628,7 +630,7 @@ def test_pins_are_set_listed_and_removed(made: Path, command: Command, capsys: p
         (["--remove"], "--remove needs --step N, one of none"),
     ],
 )
-def test_a_pin_of_what_is_not_there(
+def test_a_pin_of_a_missing_checkpoint_is_refused(
     made: Path, command: Command, capsys: pytest.CaptureFixture[str], words: list[str], answer: str
 ) -> None:
 
@@ -697,7 +699,7 @@ def test_a_read_only_disk_is_one_line_with_the_path(
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_who_was_superseded_meanwhile_changes_nothing(
+def test_a_superseded_housekeeper_changes_nothing(
     made: Path,
     command: Command,
     capsys: pytest.CaptureFixture[str],
@@ -740,7 +742,7 @@ def suspended_before_renaming(made: Path, directory: str, patch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("words", COMMANDS[:2], ids=lambda words: words[0])
 @pytest.mark.parametrize("directory", ["lease", "submission"])
-def test_a_run_taken_over_right_before_the_rename_comes_back(
+def test_run_taken_over_right_before_the_rename_is_restored(
     made: Path,
     command: Command,
     capsys: pytest.CaptureFixture[str],
@@ -757,7 +759,7 @@ def test_a_run_taken_over_right_before_the_rename_comes_back(
 
 
 @pytest.mark.parametrize("is_taken", [False, True])
-def test_what_a_killed_removal_took_from_a_successor_is_kept(
+def test_a_run_taken_by_a_killed_removal_is_kept(
     made: Path,
     command: Command,
     capsys: pytest.CaptureFixture[str],
@@ -915,7 +917,7 @@ def test_killed_run_continues_from_an_archive_under_a_new_name(tmp_path: Path, m
     assert_same_run(renamed, plain)
 
 
-def test_what_a_file_system_refuses_at_a_first_look_is_one_line(
+def test_a_refused_first_look_at_a_run_is_one_line(
     made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Print no traceback."""

@@ -34,7 +34,7 @@ def test_a_new_project_passes_its_own_test(tmp_path: Path, monkeypatch: pytest.M
     assert "finished: 60 steps" in python("runner", "resume", "run", "train.epochs=1.5")
 
 
-def test_what_is_there_is_left_alone(
+def test_init_leaves_existing_files_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

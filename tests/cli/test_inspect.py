@@ -133,7 +133,7 @@ def test_the_totals_of_sources_match_their_steps() -> None:
         assert whole["sources"][name]["epochs_at_end"] == pytest.approx(count / size)
 
 
-def test_all_answers_agree_on_what_is_excluded() -> None:
+def test_all_answers_agree_on_the_exclusions() -> None:
     made, plain = record(exclude=["395-404", "390-399", "prose:3-50", "code:7"]), record()
     rows = [row for step in range(1, 101) for row in order_queries.samples_of_step(made, step)]
     steps: dict[tuple[str, int], list[int]] = defaultdict(list)
@@ -161,7 +161,7 @@ def test_a_difference_far_ahead_is_found_at_once() -> None:
 
 
 @pytest.mark.parametrize("before", [[], ["positions:600-603"]])
-def test_a_call_changes_nothing_before_what_it_excludes(before: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exclusion_changes_nothing_before_its_samples(before: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs need not be compared up to an exclusion of one that is far ahead."""
     monkeypatch.setattr(order_queries, "_SCAN", 8)
     monkeypatch.setattr(order_queries, "_SCAN_LIMIT", 16)
@@ -282,7 +282,7 @@ def test_a_comparison_that_stops_early_reports_how_far_it_came(monkeypatch: pyte
     assert (found["position"], found["compared"], found["common"]) == (None, 16, 1120)
 
 
-def test_resume_plans_report_what_is_lost_and_what_to_do() -> None:
+def test_resume_plans_report_losses_and_remedies() -> None:
     def plan(made: OrderRecord, step: int, *texts: str) -> dict[str, Any]:
         return resume_plan(made, step, parse_overrides(made, list(texts)))
 
@@ -434,7 +434,7 @@ def test_the_output_in_the_docs_is_real(
 QUESTIONS = [("--step", "3"), ("--sample", "code:7"), ("--plan",), ("--resume-plan",)]
 
 
-def test_it_needs_neither_torch_nor_hydra(tmp_path: Path) -> None:
+def test_inspect_needs_neither_torch_nor_hydra(tmp_path: Path) -> None:
     """Only questions about epochs of seeded samplers need torch, which draws them."""
     elastic = in_run(tmp_path / "elastic", record())
     asked = [[elastic, *question] for question in QUESTIONS]

@@ -77,7 +77,7 @@ def test_whatever_is_in_a_run_directory_its_notes_hide_no_run(folder: Path, caps
         assert (rows[name]["state"], rows[name]["tags"]) == ("finished", [])
 
 
-def test_none_of_it_identifies_a_run_but_what_refers_to_it() -> None:
+def test_labels_identify_a_run_only_where_referenced() -> None:
     usual = compose(["experiment=smoke"])
     labels = ["run.tags=[a,b]", "run.notes=why", "user.dim=64", "user.more={x: [1]}"]
     labeled = compose(["experiment=smoke", *labels])

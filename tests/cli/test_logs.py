@@ -31,7 +31,7 @@ def printed(capsys: pytest.CaptureFixture[str], run: RunDir, *words: str) -> lis
     return capsys.readouterr().out.splitlines()
 
 
-def test_it_begins_with_the_last_attempt(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_begin_with_the_last_attempt(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     steps = [f"step {number}" for number in range(5)]
     lines = ["attempt 1 on n1, job 12", *steps, "attempt 2 on n2, job 12", *steps[3:], "half a"]
     (run.logs / "12_0_log.out").write_text("\n".join(lines))
@@ -102,7 +102,7 @@ def test_following_ends_with_the_run_across_logs(
     assert "run: finished" in err
 
 
-def test_what_has_no_log_is_explained(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_log_is_explained(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     run.status.write_text(json.dumps({"state": "finished", "ranks": 2}))
     for words, said in (
         ([], "what a run prints to a terminal is kept nowhere"),

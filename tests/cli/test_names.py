@@ -43,14 +43,14 @@ def names(composer: Composer, *words: str) -> list[str]:
     ],
     ids=lambda value: value.partition("=")[0] if isinstance(value, str) else "",
 )
-def test_a_sweep_shows_what_differs_the_default_too(composer: Composer, words: str, parts: list[str]) -> None:
+def test_names_of_a_sweep_show_differences_and_defaults(composer: Composer, words: str, parts: list[str]) -> None:
     own = ["model=own", "model._target_=builtins.dict"] if "model.note" in words else []
     found = names(composer, *own, words)
     assert all(part in name for part, name in zip(parts, found, strict=True))
     assert all("/" not in name and not name.startswith(".") for name in found)
 
 
-def test_many_settings_leave_room_for_what_was_given(composer: Composer) -> None:
+def test_many_settings_leave_room_for_typed_values(composer: Composer) -> None:
     given = ["optimizer.weight_decay=0.5", "model.width=64", "model.layers=2", "data.sequence_length=64"]
     given += ["train.batch_size=4", "model.heads=2", "train.clip_norm=0.25", "train.ema_decay=0.99,0.9"]
     first, second = names(composer, *given)
@@ -85,7 +85,7 @@ def test_single_run_is_the_one_of_the_sweep(run: Command, command: Command, conf
     assert not Path("outputs").exists()
 
 
-def test_what_only_ends_like_the_run_is_not_taken_for_it(composer: Composer, tmp_path: Path) -> None:
+def test_other_entries_with_the_hash_are_not_the_run(composer: Composer, tmp_path: Path) -> None:
     """Try a file, a directory without a config, and a directory that is being removed."""
     words = ["experiment=smoke", f"run.root={tmp_path}"]
     digest = composer.compose(words).run_dir.name.rpartition("-")[2]
@@ -228,7 +228,7 @@ def digest(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("words", "launcher"), [(["seed=1"], "here"), (["-m", "seed=1,2,3,4"], "fake")], ids=["single", "sweep"]
 )
-def test_a_dry_run_prints_what_would_be_done_and_changes_no_byte(
+def test_a_dry_run_prints_its_plan_and_changes_no_byte(
     run: Command, capsys: pytest.CaptureFixture[str], words: list[str], launcher: str
 ) -> None:
     """Use a new directory, and directories with new, unfinished and finished runs."""
@@ -261,7 +261,7 @@ def test_a_dry_run_prints_what_would_be_done_and_changes_no_byte(
 
 
 @pytest.mark.slow
-def test_a_dry_run_of_failed_runs_says_what_to_do(run: Command, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_of_failed_runs_names_the_remedy(run: Command, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("-m", "seed=1,2") == 0
     fail(run_dirs()[0])
     before = digest(Path.cwd())

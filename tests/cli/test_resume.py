@@ -69,9 +69,7 @@ def test_a_live_run_is_not_touched(started: Path, command: Command, capsys: pyte
     assert load(started).train.steps == 10
 
 
-def test_what_is_not_a_run_directory_is_refused(
-    started: Path, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_refuses_other_directories(started: Path, command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     Path("empty").mkdir()
     assert command("resume", "empty", str(started), "nowhere", "outputs") == ExitStatus.USAGE
     empty, nowhere, outputs = errors(capsys)
@@ -105,7 +103,7 @@ class TestChanges:
             ("~train.clip_norm", "cannot be deleted"),
         ],
     )
-    def test_what_may_not_change_is_refused_by_name(
+    def test_fixed_settings_are_refused_by_name(
         self, started: Path, command: Command, capsys: pytest.CaptureFixture[str], override: str, words: str
     ) -> None:
         before = RunDir(started).config.read_bytes()

@@ -325,7 +325,7 @@ def printed(rows: list[status_table.Row], messages: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [60, 1000])
-def test_lines_are_what_rich_would_lay_out(width: int) -> None:
+def test_the_layout_of_lines_is_that_of_rich(width: int) -> None:
     """Rich needs a second for a thousand runs."""
     rows = [("a", "running", "1/2"), ("日本語", "crash loop", ""), ("long" * 10, "finished", "20/20")]
     styles = ["green", "bold red", ""]
@@ -346,7 +346,7 @@ def test_lines_are_what_rich_would_lay_out(width: int) -> None:
 
 
 @pytest.mark.parametrize(("width", "height"), [(120, 30), (160, 12), (70, 24)])
-def test_a_window_shows_what_needs_attention_and_why(width: int, height: int) -> None:
+def test_a_window_shows_runs_that_need_attention_and_why(width: int, height: int) -> None:
     """Show a name with its seed, the whole reason, and the number of other runs, instead of the first rows."""
     name = "smoke-lr0.0003-dropout0.1-width512-temperature0.7-seed{}-9f51ab25"
     rows = [status_table.Row(name.format(seed), "", "finished") for seed in range(300)]
@@ -366,7 +366,7 @@ def test_a_window_shows_what_needs_attention_and_why(width: int, height: int) ->
     assert "samples/s" not in text
 
 
-def test_runs_are_told_apart_by_the_settings_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_shown_by_the_settings_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Avoid names of sixty characters. In a narrow window the settings stay, and omissions are named."""
     for index, (lr, seed) in enumerate(product((0.1, 0.2), (1, 2, 3))):
         settings = {"optimizer.lr": lr, "seed": seed, "model.embedding_width": 100 * lr, "run.notes": f"note {index}"}
@@ -421,7 +421,7 @@ def test_gpu_hours_are_those_of_all_attempts(tmp_path: Path) -> None:
     assert printed(rows, messages)[0].endswith("; 10.0 GPU-hours")
 
 
-def test_a_window_has_room_for_rows_whatever_notes_there_are() -> None:
+def test_a_window_keeps_room_for_rows_with_any_notes() -> None:
     rows = [status_table.Row(f"run{number}", "", "failed", reason=f"reason {number}") for number in range(300)]
     screen = io.StringIO()
     console = Console(file=screen, width=100, height=30, force_terminal=True, soft_wrap=True)
@@ -432,7 +432,7 @@ def test_a_window_has_room_for_rows_whatever_notes_there_are() -> None:
     assert "and 293 more notes, without --watch" in drawn[-1]
 
 
-def test_long_work_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_work_reports_its_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Report it every ten seconds, where the output is not a terminal."""
     now = 0.0
     monkeypatch.setattr(clock, "monotonic", lambda: now)
@@ -694,7 +694,7 @@ def test_files_and_names_cannot_control_the_terminal(tmp_path: Path) -> None:
         assert text in out
 
 
-def test_the_row_has_what_a_person_asks_for(tmp_path: Path) -> None:
+def test_a_status_row_is_complete(tmp_path: Path) -> None:
     run = make(
         tmp_path / "group",
         "one",

@@ -172,7 +172,7 @@ FINE = [
 
 
 @pytest.mark.parametrize("overrides", FINE)
-def test_what_is_there_or_cannot_be_known_is_no_error(own: None, composer: Composer, overrides: list[str]) -> None:
+def test_existing_and_unknowable_arguments_are_no_errors(own: None, composer: Composer, overrides: list[str]) -> None:
     composer.compose(["experiment=smoke", *overrides])
 
 

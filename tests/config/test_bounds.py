@@ -114,7 +114,7 @@ def test_a_config_allows_the_bounds_and_nothing_beyond_them(config: Config, key:
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 1024")
 @pytest.mark.parametrize("key", sorted(TAKERS))
-def test_the_class_takes_what_the_config_allows(key: str, tmp_path: Path) -> None:
+def test_the_class_accepts_the_bounds_of_the_config(key: str, tmp_path: Path) -> None:
     for value in edges(key):
         TAKERS[key](value, tmp_path)
     if key in STRICT:

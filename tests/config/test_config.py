@@ -145,7 +145,7 @@ def test_frozen_config_needs_no_config_tree_or_environment(
     assert load(tmp_path).callbacks["mine"]["note"] == "worth keeping"
 
 
-def test_an_override_may_replace_what_cannot_be_resolved(tmp_path: Path) -> None:
+def test_an_override_may_replace_an_unresolvable_value(tmp_path: Path) -> None:
     """Compose a config that reads an unset environment variable, in a sweep and alone."""
     (tmp_path / "mine.yaml").write_text(
         "defaults: [config, _self_]\ndata: {cache_dir: '${oc.env:RUNNER_TEST_UNSET}/cache'}\n"
@@ -380,7 +380,7 @@ class TestIdentity:
         assert composer.compose([whole, "train.batch_size=8", "train.grad_accum_steps=4"]).run_dir == first.run_dir
         assert composer.compose(["train.global_batch_size=64"]).run_dir != first.run_dir
 
-    def test_it_depends_on_neither_directory_nor_order_of_overrides(self, composer: Composer, tmp_path: Path) -> None:
+    def test_identity_ignores_directory_and_order_of_overrides(self, composer: Composer, tmp_path: Path) -> None:
         one = composer.compose(["data=mixture", "seed=3", "sampler.weights.prose=2", "sampler.weights.code=4"])
         two = composer.compose(
             ["sampler.weights.code=4.0", "sampler.weights.prose=2", "seed=3", "data=mixture"], base=tmp_path

@@ -129,7 +129,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("override", "words"), MISTAKES)
-def test_one_mistake_is_one_line(composer: Composer, override: str, words: list[str]) -> None:
+def test_each_mistake_is_one_line(composer: Composer, override: str, words: list[str]) -> None:
     lines = config_errors(composer, override)
     assert len(lines) == 1
     for word in words:
@@ -151,7 +151,7 @@ LATE = [  # nothing of it happened in a run of this length, and nobody was told
 
 
 @pytest.mark.parametrize(("overrides", "words"), LATE)
-def test_what_would_never_happen_is_an_error_before_the_start(
+def test_events_beyond_the_run_are_errors_before_the_start(
     composer: Composer, overrides: tuple[str, ...], words: list[str]
 ) -> None:
     (line,) = config_errors(composer, *overrides)

@@ -92,7 +92,7 @@ def test_a_sweep_reads_each_file_once(tmp_path: Path, reads: Counter[str]) -> No
         (["optimizer=sgd", "experiment=smok", "train.stpes=3", "launcher=slrum"], 2, 2),
     ],
 )
-def test_files_are_merged_as_often_however_many_errors_there_are(
+def test_more_errors_do_not_merge_files_more_often(
     merges: list[Any], overrides: list[str], merged: int, lines: int
 ) -> None:
     """They are merged again only for the run's name, without its settings, or to find errors among them."""
@@ -105,7 +105,7 @@ def test_files_are_merged_as_often_however_many_errors_there_are(
 
 
 @pytest.mark.slow
-def test_what_a_composition_changes_is_its_own() -> None:
+def test_compositions_do_not_affect_each_other() -> None:
     """No change to one config appears in the next one, which equals the result of a new composer."""
     composer = Composer()
     changed = [

@@ -47,7 +47,7 @@ def test_the_evaluations_decide(chosen: EarlyStoppingConfig, values: list[float]
     assert stopped(chosen, records(*values)) == reason
 
 
-def test_what_has_not_the_metric_does_not_count() -> None:
+def test_evaluations_without_the_metric_do_not_count() -> None:
     """Sets have cadences of their own, and an edited file may hold anything."""
     others: list[Any] = [*records(9, metric="eval_b_loss"), {"step": 5, "eval_loss": "x"}, {"eval_loss": 9.0}]
     mixed = [each for one in records(3, 2, 2.5) for each in (one, *others)]

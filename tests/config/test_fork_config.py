@@ -69,7 +69,7 @@ CHANGES = st.lists(
 @pytest.mark.slow
 @given(changes=CHANGES, more=CHANGES)
 @settings(max_examples=10)
-def test_a_branch_remembers_what_its_trunk_had(
+def test_a_branch_records_the_settings_of_its_trunk(
     trunk: Path, tmp_path_factory: pytest.TempPathFactory, changes: list[str], more: list[str]
 ) -> None:
     """With the trunk's values, a branch's config equals the trunk's in everything that can change the result."""
@@ -89,7 +89,7 @@ def schedule(config: Any) -> PhaseSchedule:
     return PhaseSchedule(config.phases, source_weights(config), config.sampler.temperature)
 
 
-def test_branch_trains_by_its_trunks_plan_and_then_its_own(trunk: Path) -> None:
+def test_branch_follows_the_plan_of_its_trunk_until_the_fork(trunk: Path) -> None:
     made = branch(trunk, "sampler.temperature=3", "optimizer.lr=0.5", "+phases.more={start_step: 60, lr_scale: 2.0}")
     old, new, plan = load(trunk), to_config(made.plain), trained(made.plain)
     factor = 0.5 / old.optimizer["lr"]
@@ -106,7 +106,7 @@ def test_added_and_removed_sources_have_shares_only_in_time(trunk: Path) -> None
     assert schedule(plan).at(50).weights == {"code": 2.0, "prose": 2.0, "more": 1.0}
 
 
-def test_what_no_phase_changes_is_told_apart(trunk: Path) -> None:
+def test_settings_that_no_phase_changes_are_separate(trunk: Path) -> None:
     """Use `fork.was` of the training plan: optimizers are restarted, and generators reseeded, only for it."""
     assert trained(branch(trunk, "optimizer.lr=0.5").plain).fork.was == {}
     assert set(trained(branch(trunk, "optimizer.lr=0.5", "seed=3").plain).fork.was) == {"seed"}
@@ -115,7 +115,7 @@ def test_what_no_phase_changes_is_told_apart(trunk: Path) -> None:
     assert "optimizer.lr" in trained(branch(trunk, "optimizer.lr=0.5", "~phases.late", torch).plain).fork.was
 
 
-def test_of_a_fork_at_the_step_of_a_fork_both_changes_begin(trunk: Path, tmp_path: Path) -> None:
+def test_a_fork_at_the_step_of_a_fork_begins_both_changes(trunk: Path, tmp_path: Path) -> None:
     first = frozen(branch(trunk, "optimizer.weight_decay=0.7", "seed=4"), tmp_path / "first")
     assert set(trained(branch(first, "train.clip_norm=2").plain).fork.was) >= {"optimizer.weight_decay", "seed"}
     later = trained(branch(first, "train.clip_norm=2", step=60).plain)

@@ -110,7 +110,7 @@ def test_an_edited_config_is_read_as_omegaconf_reads_the_whole(
         assert repr(load_plain(tmp_path)) == expected
 
 
-def test_values_of_another_type_are_not_what_is_frozen(tmp_path: Path, composed: dict[str, Any]) -> None:
+def test_values_of_another_type_differ_from_the_frozen_ones(tmp_path: Path, composed: dict[str, Any]) -> None:
     (tmp_path / "config.yaml").write_text(to_yaml(composed))
     assert holds(tmp_path, composed)
     for other in (False, 0.0, 1, "0"):
@@ -119,7 +119,7 @@ def test_values_of_another_type_are_not_what_is_frozen(tmp_path: Path, composed:
 
 
 @pytest.mark.slow
-def test_what_a_composition_over_a_run_leaves_does_not_grow(tmp_path: Path) -> None:
+def test_compositions_over_a_run_leave_no_growing_store(tmp_path: Path) -> None:
     """Hydra copies its store at each composition: after a thousand runs one would take seconds."""
     composer = Composer()
     made = composer.compose(["run.dir=run"], tmp_path)

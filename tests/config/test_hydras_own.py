@@ -120,7 +120,7 @@ def test_on_the_command_line_too(conf: Path) -> None:
         assert line.startswith(f"{setting} has no effect here: ")
 
 
-def test_what_has_hydras_defaults_or_no_replacement_is_no_error(conf: Path) -> None:
+def test_hydra_settings_with_default_values_are_no_errors(conf: Path) -> None:
     assert Composer([conf]).compose(["experiment=fine"]).config.seed == 0
 
 

@@ -54,7 +54,7 @@ def sources(composed: Composed) -> dict[str, Any]:
     return dict(composed.plain["data"]["sources"])
 
 
-def test_new_sources_need_no_plus_and_follow_what_is_set_for_all(composer: Composer, tmp_path: Path) -> None:
+def test_new_sources_need_no_plus_and_get_common_settings(composer: Composer, tmp_path: Path) -> None:
     composed = composer.compose(
         [
             "data=rows",

@@ -48,7 +48,7 @@ def test_every_setting_has_a_row_that_explains_it() -> None:
     assert [row.key for row in settings() if not row.about] == []
 
 
-def test_a_row_has_what_the_schema_and_the_files_say() -> None:
+def test_a_row_agrees_with_the_schema_and_the_files() -> None:
     rows = by_key()
     assert rows["eval.batch_size"] == Setting(
         "eval.batch_size",
@@ -100,7 +100,7 @@ def with_value(config: Config, key: str, value: float) -> Config:
 
 
 @pytest.mark.parametrize("key", sorted(OTHERS))
-def test_what_is_beyond_the_bounds_is_refused(config: Config, key: str) -> None:
+def test_numbers_beyond_the_bounds_are_refused(config: Config, key: str) -> None:
     """Numbers just within are allowed. `test_bounds.py` checks the other numbers."""
     bound, whole = OTHERS[key], key.endswith(("steps", "step", "patience", "batches", "batch_size"))
     beyond = [bound.least if bound.above else bound.least - 1]

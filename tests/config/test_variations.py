@@ -171,7 +171,7 @@ def test_varied_is_composed_over_a_trunk(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.slow
-def test_single_values_change_what_follows_them(override: str, other: str) -> None:
+def test_single_values_change_values_that_follow_them(override: str, other: str) -> None:
     where, together = Path("/nowhere"), Composer().sweeping()
     changed = override.replace("0.1", "0.2")
     for job in (
@@ -194,7 +194,7 @@ def test_dictionaries_of_one_entry_are_different_entries() -> None:
 
 
 @pytest.mark.slow
-def test_what_a_sweep_keeps_does_not_grow_with_its_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_sweep_does_not_grow_with_its_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(composition, "KEPT_COMMON", 2)
     composer = Composer()
     phases = ",".join(f"{{start_step:{step},temperature:1}}" for step in range(1, 6))

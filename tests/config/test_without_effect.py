@@ -42,7 +42,7 @@ SILENT = [
 
 
 @pytest.mark.parametrize("words", SILENT)
-def test_nothing_is_said_of_settings_that_act(composer: Composer, words: str) -> None:
+def test_settings_that_act_cause_no_warning(composer: Composer, words: str) -> None:
     assert warnings(composer, *words.split()) == []
 
 
@@ -96,7 +96,7 @@ def test_weights_come_from_command_then_rule_then_data(composer: Composer) -> No
 
 
 @pytest.mark.parametrize("removed", ["data.sources.prose=null", "~data.sources.prose"])
-def test_a_source_is_removed_with_what_is_set_for_it(composer: Composer, removed: str) -> None:
+def test_a_source_is_removed_with_its_settings(composer: Composer, removed: str) -> None:
     job = composer.compose(["data=mixture", "sampler=elastic", "phases=curriculum", removed])
     assert list(job.config.data.sources) == ["code", "encodings"]
     assert list(source_weights(job.config)) == ["code", "encodings"]
@@ -106,7 +106,7 @@ def test_a_source_is_removed_with_what_is_set_for_it(composer: Composer, removed
 
 
 @pytest.mark.parametrize("text", ["callbacks.nte=null", "eval.metrics.nope=null"])
-def test_what_is_not_there_cannot_be_dropped(composer: Composer, text: str) -> None:
+def test_missing_sources_cannot_be_dropped(composer: Composer, text: str) -> None:
     with pytest.raises(UserError, match="there is no such entry"):
         composer.compose([text])
     key = text.rpartition(".")[0]

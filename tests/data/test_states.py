@@ -196,7 +196,7 @@ def test_damaged_foreign_state_is_refused_or_a_place(name: str, data: st.DataObj
         ({"seeds": {"chained": True}}, r"seeds.base_seed in this state is missing; it must be None or an integer"),
     ],
 )
-def test_the_error_names_key_value_and_what_is_allowed(change: dict[str, Any], message: str) -> None:
+def test_the_error_names_key_value_and_allowed_values(change: dict[str, Any], message: str) -> None:
     with pytest.raises(LoaderStateError, match=message):
         made("distributed").load_state_dict({**STATES["distributed"], **change})
 
@@ -236,7 +236,7 @@ def test_place_from_another_loader_must_be_in_the_epoch() -> None:
 
 
 @pytest.mark.parametrize("one", [1, np.int64(1), np.uint8(1), np.bool_(True), torch.tensor(1)], ids=repr)
-def test_what_the_arguments_may_be_the_states_hold(one: Any) -> None:
+def test_states_hold_every_valid_argument(one: Any) -> None:
     """The program reads every state that it wrote, and the state is JSON."""
     made: list[Any] = [elastic(shuffle=one), distributed(shuffle=one, drop_last=one)]
     if not isinstance(one, np.bool_):

@@ -89,7 +89,7 @@ def test_samples_of_equal_tokens_keep_their_weights(tmp_path: Path) -> None:
     assert (made.weights, made.temperature) == ({"web": 3.0, "books": 112.0}, 2.0)
 
 
-def test_what_cannot_be_weighed_in_tokens_is_refused(tmp_path: Path) -> None:
+def test_sources_without_token_counts_cannot_be_weighed(tmp_path: Path) -> None:
     data = sources(tmp_path)
     with pytest.raises(UserError, match=r"data\.sources\.code does not say how many tokens a sample has"):
         with_weights(config({"web": 1, "books": 1, "code": 1}), {**data, "code": [1, 2]})

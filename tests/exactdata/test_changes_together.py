@@ -10,7 +10,7 @@ from exactdata.order.interleave import Interleave
 
 
 @given_in_tiers(st.integers(1, 9), st.integers(1, 6), st.integers(0, 2**32), few=15, many=200)
-def test_mixtures_looked_up_together_are_those_by_themselves(sources: int, mixtures: int, seed: int) -> None:
+def test_mixtures_looked_up_together_equal_single_lookups(sources: int, mixtures: int, seed: int) -> None:
     """Draw shares that swap the lighter child, and any number of sources."""
     draw = np.random.default_rng(seed)
     quanta, keys = draw.integers(1, 50, (mixtures, sources)), draw.integers(0, 2**63, mixtures).astype(np.uint64)

@@ -475,7 +475,7 @@ def by_source(mine: ElasticSampler, count: int) -> dict[str, list[tuple[int, int
     few=12,
     many=200,
 )
-def test_positions_excluded_together_leave_out_what_was_there(
+def test_positions_excluded_together_are_the_old_samples(
     arguments: dict[str, Any], ranges: list[tuple[int, int]], random: Any
 ) -> None:
     """Write the positions in any order, overlapping or not, across changes of weights."""
@@ -645,7 +645,7 @@ def test_a_pending_change_of_weights_survives_every_other_change(
     assert set(configured.locate(np.arange(cuts[0], position))[0]) == {"a", "b", *new}
 
 
-def test_pending_change_gives_way_to_a_planned_one() -> None:
+def test_a_planned_change_replaces_a_pending_one() -> None:
     arguments: dict[str, Any] = {"global_batch_size": 1, "num_replicas": 1, "allow_data_change": True}
     made = ElasticSampler({"a": 40, "b": 40}, [1, 1], **arguments)
     list(itertools.islice(made, 10))
@@ -658,7 +658,7 @@ def test_pending_change_gives_way_to_a_planned_one() -> None:
     assert set(without.locate(np.arange(10, 90))[0]) == {"b"}
 
 
-def test_what_is_no_longer_excluded_returns_from_there_on() -> None:
+def test_samples_no_longer_excluded_return_from_there_on() -> None:
     arguments: dict[str, Any] = {"sizes": {"a": 10}, "weights": [1], "global_batch_size": 1, "num_replicas": 1}
     old = ElasticSampler(**arguments, exclude=["a:3-5", "50-59"])
     new = ElasticSampler(**arguments, exclude=["a:4", "50-54"], allow_data_change=True)
@@ -681,7 +681,7 @@ def test_what_is_no_longer_excluded_returns_from_there_on() -> None:
     few=20,
     many=200,
 )
-def test_excluding_what_is_left_of_a_capped_source_ends_it(at: int, samples: list[int], jump: int, alone: bool) -> None:
+def test_excluding_the_rest_of_a_capped_source_ends_it(at: int, samples: list[int], jump: int, alone: bool) -> None:
     """Check that no past sample is drawn anew and no other source is disturbed."""
     sizes = {"a": 10} if alone else {"a": 10, "b": 30}
     arguments: dict[str, Any] = {"sizes": sizes, "weights": [1] * len(sizes), "max_epochs": {"a": 1, "b": 2}}
@@ -889,7 +889,7 @@ def test_integers_of_numpy_are_accepted_and_floats_are_not() -> None:
         make(int).set_skip(1.5)  # type: ignore[arg-type]
 
 
-def test_what_was_consumed_cannot_be_changed() -> None:
+def test_consumed_positions_cannot_be_changed() -> None:
     mine: Any = ElasticSampler({"a": 9, "b": 9}, [1, 3], global_batch_size=1, num_replicas=1)
     list(itertools.islice(mine, 10))
     changes: list[Any] = [

@@ -59,7 +59,7 @@ def test_ranges_are_sets(some: list[tuple[int, int]], others: list[tuple[int, in
     keys=st.lists(st.integers(0, 90), min_size=1, max_size=20),
     far=st.booleans(),
 )
-def test_what_is_left_of_each_epoch_is_counted(
+def test_remaining_samples_of_each_epoch_are_counted(
     size: int, gone: list[tuple[int, int]], seed: int, keys: list[int], far: bool
 ) -> None:
     """Look up epochs in turn and far ahead, with more samples excluded or more left."""
@@ -200,7 +200,7 @@ def test_1000_exclusions_mean_the_same_after_a_resume(kind: str) -> None:
     assert len(str(error.value)) < 1000
 
 
-def test_exclusions_that_stay_keep_what_stood_at_their_positions() -> None:
+def test_remaining_exclusions_keep_their_samples() -> None:
     """Withdraw any others before they act, also in the state that the run saves."""
     texts = ["a:7", "10-12", "40-45", "b:3", "70", "90-99"]
     state = make(exclude=texts).state_dict_at(0)
@@ -238,7 +238,7 @@ def test_many_exclusions_mean_the_same_one_by_one() -> None:
         (["a:1", "a:1_0"], "'a:1_0'"),
     ],
 )
-def test_one_wrong_text_among_others_is_named(texts: list[str], message: str) -> None:
+def test_a_wrong_text_among_others_is_named(texts: list[str], message: str) -> None:
     with pytest.raises(SamplerError, match=message):
         make(exclude=texts)
 

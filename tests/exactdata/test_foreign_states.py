@@ -126,7 +126,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWa
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("their_arguments", "our_arguments"), SAMPLERS)
-def test_what_torchdata_began_goes_on_with_the_same_batches(
+def test_an_epoch_of_torchdata_continues_with_equal_batches(
     their_arguments: Arguments, our_arguments: Arguments, workers: int
 ) -> None:
     loader = torchdata(**their_arguments(), num_workers=workers)
@@ -172,7 +172,7 @@ def test_batches_since_torchdatas_last_snapshot_count(their_arguments: Arguments
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("arguments", [in_order, shuffled, theirs_dealt, elastic])
-def test_torchdata_continues_its_own_states_alike(arguments: Arguments, workers: int) -> None:
+def test_torchdata_continues_its_states_in_the_same_way(arguments: Arguments, workers: int) -> None:
     loader = torchdata(**arguments(), num_workers=workers)
     iterator = iter(loader)
     next(iterator), next(iterator)
@@ -280,7 +280,9 @@ REFUSED: list[tuple[Arguments, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "state", "message"), REFUSED)
-def test_what_a_state_of_torchdata_lacks_is_named(arguments: Arguments, state: dict[str, Any], message: str) -> None:
+def test_missing_entries_of_a_torchdata_state_are_named(
+    arguments: Arguments, state: dict[str, Any], message: str
+) -> None:
     loader = StatefulDataLoader(DATA, 4, **arguments())
     with pytest.raises(ValueError, match=message) as caught:
         loader.load_state_dict(state)

@@ -199,7 +199,7 @@ def test_draws_beyond_the_sample_are_named_at_the_first_batch(
     assert not caplog.records
 
 
-def test_dataset_that_draws_against_its_word_is_named(
+def test_dataset_that_draws_despite_draws_nothing_is_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(global_draws, "_warned", set())

@@ -194,7 +194,7 @@ def test_worker_dataset_state_goes_back_with_discarded_work(cut: int) -> None:
     assert_same(take_batches(again.loader, 8 - cut), rest[cut:])
 
 
-def test_an_older_iterator_goes_on_from_its_own_place() -> None:
+def test_an_older_iterator_continues_from_its_place() -> None:
     run = Run(Gathered(TOTAL), num_workers=2)
     older: Any = run.loader.iter_recorded()
     first = [next(older)[1].positions.tolist() for _ in range(3)]

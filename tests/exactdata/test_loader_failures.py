@@ -677,7 +677,7 @@ def test_each_batch_has_its_record_despite_prefetching(data: Any, workers: int) 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_record_has_only_what_is_known(workers: int) -> None:
+def test_a_batch_record_omits_unknown_fields(workers: int) -> None:
     sizes = [5, 5] if workers else [10]
     _, record = next(StatefulDataLoader(Stateless(sizes), batch_size=4, num_workers=workers).iter_recorded())
     assert (record.indices, record.positions, record.epoch) == (None, None, 0)

@@ -84,7 +84,7 @@ def test_length_is_of_the_whole_run_before_and_after_a_resume() -> None:
 
 
 @pytest.mark.parametrize(("before", "of", "batch_size"), [(2, 1, 8), (2, 1, 4), (1, 2, 4), (1, 4, 4), (3, 2, 5)])
-def test_length_on_other_ranks_is_what_is_yielded(before: int, of: int, batch_size: int) -> None:
+def test_length_on_other_ranks_counts_yielded_batches(before: int, of: int, batch_size: int) -> None:
     """Trainers stop at the length: 45 instead of 50 would leave out the last samples."""
     first = loader(0, before, samples=400)
     take_batches(first, 10)
@@ -100,7 +100,7 @@ def test_length_on_other_ranks_is_what_is_yielded(before: int, of: int, batch_si
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_length_at_another_batch_size_is_what_is_yielded(drop_last: bool) -> None:
+def test_length_at_another_batch_size_counts_yielded_batches(drop_last: bool) -> None:
     def make(batch_size: int) -> Any:
         return StatefulDataLoader(Gathered(100), batch_size, shuffle=True, drop_last=drop_last)
 
@@ -112,7 +112,7 @@ def test_length_at_another_batch_size_is_what_is_yielded(drop_last: bool) -> Non
     assert len(again) == (14 if drop_last else 15)  # of the next epoch
 
 
-def test_an_endless_loader_has_no_length_and_says_what_to_pass() -> None:
+def test_an_endless_loader_has_no_length_and_names_the_remedy() -> None:
     for one in (loader(), sampler()):
         with pytest.raises(TypeError, match=r"pass samples=N or epochs=N to ElasticSampler, or cap every source"):
             len(one)

@@ -182,7 +182,7 @@ def test_the_arguments_of_a_training_run_may_be_positional() -> None:
         assert loader.epoch == 1
 
 
-def test_it_is_a_subclass_of_torchs() -> None:
+def test_the_loader_is_a_subclass_of_torchs() -> None:
     assert isinstance(StatefulDataLoader(DATA), DataLoader)
 
 

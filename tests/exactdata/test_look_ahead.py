@@ -55,7 +55,7 @@ def test_batches_keys_and_states_are_those_of_single_lookups(world: int, batch: 
 
 
 @given_in_tiers(cut=st.integers(0, 40), batch=st.sampled_from([16, 33]), ahead=st.integers(1, 9), few=10, many=100)
-def test_a_state_is_of_what_was_handed_out_and_resumes_there(cut: int, batch: int, ahead: int) -> None:
+def test_a_state_counts_yielded_samples_and_resumes_there(cut: int, batch: int, ahead: int) -> None:
     """Also use a loader that has prefetched, and another number of ranks."""
     data: Any = range(sum(SIZES.values()))
     whole = elastic(**boundaries()).indices_at(np.arange(60 * batch)).tolist()

@@ -61,7 +61,7 @@ def test_a_resume_gives_the_rows_of_an_uninterrupted_run(tmp_path: Path, workers
     assert len({row for batch in batches for row in batch["ids"][:, 0].tolist()}) == 16
 
 
-def test_what_is_no_saved_dataset_is_refused(tmp_path: Path) -> None:
+def test_other_folders_are_refused_as_a_saved_dataset(tmp_path: Path) -> None:
     data = saved(tmp_path / "one")
     datasets.DatasetDict({"train": data}).save_to_disk(str(tmp_path / "splits"))
     for path, columns, message in (

@@ -119,7 +119,7 @@ def test_a_resume_gives_the_samples_of_an_uninterrupted_run(tmp_path: Path, work
     assert len({sample for batch in batches for sample in batch}) == 16
 
 
-def test_what_is_wrong_with_a_file_is_said_with_its_place(tmp_path: Path) -> None:
+def test_an_error_in_a_tar_file_is_reported_with_its_place(tmp_path: Path) -> None:
     good = write(tmp_path / "good.tar", [("a.jpg", b"x" * 600), ("a.cls", b"1"), ("b.jpg", b"y")]).read_bytes()
     assert len(good) == 10240
 

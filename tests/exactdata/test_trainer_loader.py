@@ -253,7 +253,7 @@ def test_a_dataset_without_a_length_is_refused() -> None:
     [{}, {"epoch": 1}, [], {"place": 3}, {"place": "{"}, {"place": "[]"}, {"place": '{"version": 1}'}],
     ids=repr,
 )
-def test_what_is_no_state_is_refused_in_one_line(state: Any) -> None:
+def test_other_values_are_refused_as_a_state_in_one_line(state: Any) -> None:
     (loader,) = loaders(1)
     with pytest.raises(LoaderStateError, match="this state") as raised:
         loader.load_state_dict(state)

@@ -73,7 +73,7 @@ def test_job_at_its_limit_of_time_limits_starts_no_attempt(tmp_path: Path) -> No
     max_timeouts=st.one_of(st.none(), st.integers(1, 5)),
     others=st.integers(0, 3),
 )
-def test_the_budget_is_what_a_recount_of_the_attempts_says(
+def test_the_budget_agrees_with_a_recount_of_the_attempts(
     history: list[tuple[str, bool, bool]], max_timeouts: int | None, others: int
 ) -> None:
     """Close the attempts themselves, or kill them and let the next one close them."""
@@ -109,7 +109,7 @@ def test_the_budget_is_what_a_recount_of_the_attempts_says(
 
 
 @pytest.mark.parametrize("cause", sorted(REQUEUED_CAUSES))
-def test_the_status_of_a_run_that_is_requeued_says_so(tmp_path: Path, cause: str) -> None:
+def test_the_status_shows_that_a_run_is_requeued(tmp_path: Path, cause: str) -> None:
     log = begin(RunDir(tmp_path))
     log.auto_restarts = True
     log.announce_end(cause)
@@ -172,7 +172,7 @@ def test_superseded_job_ends_for_good_only_with_a_successor(
     assert bool(yielded) != continued
 
 
-def test_a_disk_that_does_not_tell_what_was_saved_ends_no_budget(tmp_path: Path) -> None:
+def test_unreadable_checkpoint_dir_does_not_count_as_timeout(tmp_path: Path) -> None:
     """At the time limit the job is requeued, and its next start looks again."""
 
     class Limited(TinyJob):

@@ -67,7 +67,7 @@ def test_early_preemption_is_announced_to_the_process(
     assert sent == ([(os.getpid(), signal.SIGTERM)] if told else [])
 
 
-def test_record_of_a_reused_job_id_says_nothing(inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_of_a_reused_job_id_is_ignored(inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm has lost this job: neither the wait nor a preemption of the later job belongs to it."""
     sent: list[int] = []
     monkeypatch.setattr(processes, "send_signal", lambda pid, signum: sent.append(signum))
@@ -78,7 +78,7 @@ def test_record_of_a_reused_job_id_says_nothing(inside: FakeSlurm, monkeypatch: 
     assert sent == []
 
 
-def test_where_slurm_does_not_answer_the_wait_is_not_known(inside: FakeSlurm) -> None:
+def test_the_wait_is_unknown_while_slurm_is_silent(inside: FakeSlurm) -> None:
     inside.fails("scontrol_show_job", "slurm_load_jobs error: Unable to contact slurm controller")
     assert job.SlurmJob().waited() == {}
 

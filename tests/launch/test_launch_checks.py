@@ -128,7 +128,7 @@ def test_the_doctor_refuses_a_job_that_would_never_start(
     assert (words or "Slurm would accept this job") in last.text
 
 
-def test_what_sbatch_calls_invalid_is_an_error_for_the_doctor(slurm: FakeSlurm) -> None:
+def test_invalid_sbatch_options_are_errors_for_the_doctor(slurm: FakeSlurm) -> None:
     slurm.fails("sbatch_--test-only_", "sbatch: error: Invalid generic resource (gres) specification\n")
     last = SlurmLauncher(additional={"gres": "gpu:1"}).examine(None)[-1]
     assert (last.level, "Invalid generic resource" in last.text) == ("error", True)
@@ -264,7 +264,7 @@ NO_GRACE = "preemption without a grace time: 30 s (KillWait) from the signal to 
         ),
     ],
 )
-def test_the_doctor_says_what_a_preemption_does(
+def test_the_doctor_explains_the_effect_of_a_preemption(
     partition: str, config: dict[str, str], save_s: float | None, findings: list[tuple[str, str]]
 ) -> None:
     row = scheduler.fields(f"PartitionName=low {partition}")

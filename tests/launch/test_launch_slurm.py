@@ -74,7 +74,7 @@ def test_the_limit_of_a_sweep_holds_when_more_of_it_is_submitted(slurm: FakeSlur
     assert "dependency" not in SlurmLauncher(array_parallelism=1).preview(runs)
 
 
-def test_each_user_has_a_folder_of_jobs_that_nobody_else_writes(
+def test_each_user_has_a_private_folder_of_jobs(
     slurm: FakeSlurm, runs: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Use shared outputs, with a umask for a group."""
@@ -102,7 +102,7 @@ def test_a_folder_of_jobs_that_others_can_write_is_refused(slurm: FakeSlurm, run
         job.main(str(folder))
 
 
-def test_batch_script_sets_what_keeps_a_run_from_being_lost(slurm: FakeSlurm, runs: list[Path]) -> None:
+def test_batch_script_sets_options_that_protect_a_run(slurm: FakeSlurm, runs: list[Path]) -> None:
     script = SlurmLauncher(signal_delay_s=45, cpus_per_task=3).preview(runs[:1])
     for option in ("--requeue", "--open-mode=append", "--signal=USR2@45"):
         assert f"#SBATCH {option}\n" in script
@@ -552,7 +552,7 @@ def test_a_job_that_has_come_to_the_id_of_ours_is_not_ours(
         assert list(scheduler.known_jobs([ours])) == ([ours] if same else [])
 
 
-def test_run_whose_job_id_is_somebody_elses_is_submitted_again(slurm: FakeSlurm, runs: list[Path]) -> None:
+def test_run_whose_job_id_was_reused_is_submitted_again(slurm: FakeSlurm, runs: list[Path]) -> None:
     """Slurm's state was lost, or the ids have started again."""
     SlurmLauncher().launch(runs[:1], "somewhere:attempt")
     recorded = json.loads((runs[0] / "job.json").read_text())

@@ -47,7 +47,7 @@ def test_job_of_several_sizes_is_submitted_without_a_task_count(slurm: FakeSlurm
     assert "ntasks" not in "".join(line for line in script.splitlines() if line.startswith("#SBATCH"))
 
 
-def test_a_job_of_one_size_is_submitted_as_ever(slurm: FakeSlurm, runs: list[Path]) -> None:
+def test_a_job_of_one_size_is_submitted_with_its_task_count(slurm: FakeSlurm, runs: list[Path]) -> None:
     for nodes in (2, "2", "2-2"):
         script = SlurmLauncher(nodes=nodes, tasks_per_node=2, gpus_per_task=1).preview(runs[:1])
         for option in ("nodes=2", "ntasks-per-node=2", "gpus-per-task=1"):
@@ -82,7 +82,7 @@ def test_a_size_that_slurm_cannot_give_is_an_error(
     assert all(word in error for word in words), error
 
 
-def test_a_range_may_exceed_the_nodes_that_there_are(slurm: FakeSlurm, runs: list[Path]) -> None:
+def test_a_range_may_exceed_the_existing_nodes(slurm: FakeSlurm, runs: list[Path]) -> None:
     """Slurm assigns such a job the nodes that exist."""
     assert SlurmLauncher(partition="low", nodes="1-7").check(runs) == []
 

@@ -111,7 +111,7 @@ def test_a_signal_long_before_the_time_limit_is_not_its_notice(
     assert len(inside.calls("scontrol requeue")) == 1
 
 
-def test_a_kill_is_told_apart_from_a_lost_node(
+def test_a_kill_is_distinguished_from_a_lost_node(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -412,7 +412,7 @@ def test_a_refused_requeue_is_retried(inside: FakeSlurm, monkeypatch: pytest.Mon
     assert pauses == [requeue.RETRY_S] * 3
 
 
-def test_batch_script_decides_what_slurm_refuses_to_requeue(
+def test_batch_script_decides_after_a_refused_requeue(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """No end of the job is near that would stop the attempts to requeue it."""
@@ -697,7 +697,7 @@ def test_batch_script_requeues_a_job_with_a_killed_rank(
         ({"Restarts": "1"}, False),
     ],
 )
-def test_the_batch_script_requeues_what_slurm_ends_just_before(
+def test_batch_script_requeues_jobs_that_slurm_ends_just_before(
     slurm: FakeSlurm, tmp_path: Path, end: dict[str, str], again: bool
 ) -> None:
     """Slurm calls a request between two looks a success and ignores it. A cancelled job is not requeued."""
@@ -709,7 +709,7 @@ def test_the_batch_script_requeues_what_slurm_ends_just_before(
     assert slurm.calls("scontrol requeue") == ["scontrol requeue incomplete 12_1", *then]
 
 
-def test_the_batch_script_does_not_requeue_what_a_rank_decided(slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_the_batch_script_respects_the_verdict_of_a_rank(slurm: FakeSlurm, tmp_path: Path) -> None:
     """The other ranks do not matter then."""
     slurm.shows_job(**RUNNING)
     verdict = requeue.verdict_file(tmp_path / "run" / "logs", "12_1", 0)

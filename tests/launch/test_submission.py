@@ -126,9 +126,7 @@ def test_only_unrecorded_tasks_of_an_array_are_cancelled(
     assert not any(notes(runs))
 
 
-def test_what_is_recorded_already_is_not_cancelled(
-    queue: Queue, runs: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recorded_job_is_not_cancelled(queue: Queue, runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The command was killed before it removed the note."""
     monkeypatch.setattr(files, "remove", lambda path: None)
     assert launch(runs[:1]) == 0
@@ -137,7 +135,7 @@ def test_what_is_recorded_already_is_not_cancelled(
     assert not queue.calls("scancel")
 
 
-def test_nothing_is_submitted_while_slurm_does_not_tell(
+def test_nothing_is_submitted_while_slurm_is_silent(
     queue: Queue, runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     again = killed_at_job_json(monkeypatch, 1)
@@ -260,7 +258,7 @@ def test_a_superseded_command_leaves_the_note_of_its_successor(queue: Queue, run
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_of_two_jobs_of_a_run_only_the_recorded_one_trains(
+def test_only_the_recorded_of_two_jobs_trains(
     queue: Queue, runs: list[Path], monkeypatch: pytest.MonkeyPatch, killed: bool
 ) -> None:
     """A command was suspended between its note and sbatch, and killed before it found itself superseded."""
@@ -285,7 +283,7 @@ def test_of_two_jobs_of_a_run_only_the_recorded_one_trains(
     assert [submission.is_named(RunDir(runs[0]), name) for name in names] == [False, True]
 
 
-def test_job_not_recorded_yet_is_the_runs_own(queue: Queue, runs: list[Path]) -> None:
+def test_a_job_not_recorded_yet_belongs_to_the_run(queue: Queue, runs: list[Path]) -> None:
     run = RunDir(runs[0])
     assert submission.is_named(run, "a" * 32)  # job.json was removed by hand
     run.job.write_text(json.dumps({"job_id": "12"}))
@@ -339,7 +337,7 @@ MALFORMED = [{}, {"user": "root"}, {"user": 0}, {"user": "0", "task": "1"}, []]
 
 
 @pytest.mark.parametrize("note", MALFORMED)
-def test_a_note_that_nobody_can_have_written_is_no_note(queue: Queue, runs: list[Path], note: Any) -> None:
+def test_an_impossible_submission_note_is_ignored(queue: Queue, runs: list[Path], note: Any) -> None:
     RunDir(runs[0]).submitting("0" * 32).write_text(json.dumps(note))
     assert launch(runs[:1]) == 0
     assert not queue.calls("squeue")

@@ -79,20 +79,20 @@ def test_dead_or_closed_records_append_nothing(run: RunDir, dead: dict[str, Any]
         {"open": None},
     ],
 )
-def test_of_any_other_process_that_is_not_certain(run: RunDir, dead: dict[str, Any], other: dict[str, Any]) -> None:
+def test_an_uncertain_process_may_still_append(run: RunDir, dead: dict[str, Any], other: dict[str, Any]) -> None:
     """Its machine may only have lost the network, or its last writes are still on their way to the file system."""
     announced_by(run, **{**({} if "open" in other else dead), **other})
     assert not nobody_appends(run)
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", "{}"])
-def test_nor_without_an_announcement(run: RunDir, content: str | None) -> None:
+def test_records_without_an_announcement_may_be_open(run: RunDir, content: str | None) -> None:
     if content is not None:
         run.appender.write_text(content)
     assert not nobody_appends(run)
 
 
-def test_nor_without_a_lease(run: RunDir) -> None:
+def test_records_without_a_lease_may_be_open(run: RunDir) -> None:
     withdraw(run)
     assert not nobody_appends(RunDir(run.path))
 
@@ -144,7 +144,7 @@ def write(run: RunDir, first: int, last: int) -> None:
     withdraw(run)
 
 
-def test_what_is_truncated_in_place_stays_one_file(run: RunDir) -> None:
+def test_records_truncated_in_place_stay_the_same_file(run: RunDir) -> None:
     """`tail -f` and other tools can continue. A file with a second name stays as it is under that name."""
     write(run, 1, 900)
     inode, size = run.metrics.stat().st_ino, run.metrics.stat().st_size

@@ -505,7 +505,7 @@ def test_the_last_record_is_that_of_the_last_complete_step(tmp_path: Path) -> No
     assert last_record(run) == {"step": 2, "loss": 2.0}
 
 
-def test_a_finished_run_without_all_its_metrics_says_so(
+def test_a_finished_run_with_missing_metrics_is_marked(
     tmp_path: Path, flag: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = compose([f"run.dir={tmp_path / 'run'}", "train.steps=4"])
@@ -520,7 +520,7 @@ def test_a_finished_run_without_all_its_metrics_says_so(
         assert (f"ends at step {kept}" in capsys.readouterr().err) == says
 
 
-def test_what_the_disk_refuses_is_written_with_the_next_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_records_are_written_with_the_next_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDir(tmp_path)
     begin(run).end("preempted", 75)
 

@@ -88,7 +88,7 @@ def test_a_holder_of_another_machine_is_waited_for(run: RunDir, monkeypatch: pyt
     assert reported == ["process 12 on elsewhere held this run last; waiting up to 0 s for its heartbeat"]
 
 
-def test_nobody_can_begin_while_custody_is_held(run: RunDir) -> None:
+def test_no_process_can_begin_while_custody_is_held(run: RunDir) -> None:
     """Try both an attempt and a command that submits the run."""
     with custody(run):
         for lease in (run.lease, run.submission):
@@ -133,7 +133,7 @@ def test_the_leases_move_along_and_are_released_there(run: RunDir) -> None:
     assert not run.path.exists()
 
 
-def test_a_run_that_cannot_go_back_is_where_the_message_says(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_message_names_the_place_of_an_unrestorable_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its new name cannot be synced, and another process takes it over before the rename back."""
     target = run.path.with_name("b-12345678")
 
@@ -149,7 +149,7 @@ def test_a_run_that_cannot_go_back_is_where_the_message_says(run: RunDir, monkey
 
 
 @pytest.mark.parametrize("is_open", [True, False])
-def test_what_a_stopped_trainer_has_open_is_not_what_is_moved(run: RunDir, is_open: bool) -> None:
+def test_files_open_in_a_stopped_trainer_are_not_moved(run: RunDir, is_open: bool) -> None:
     """The trainer appends when it wakes, before it can notice that its lease is gone."""
     holder = {**processes.this_process(), "host": "elsewhere", "open": is_open}
     run.lease.mkdir()
@@ -208,7 +208,7 @@ class TestQueue:
         with pytest.raises(LockedError, match="runner cancel"):
             check_idle(submitted)
 
-    def test_a_job_that_is_over_hinders_nobody(self, submitted: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_ended_job_does_not_block_custody(self, submitted: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(self.Slurm, "state", "completed")
         check_idle(submitted)
         with custody(submitted):

@@ -300,7 +300,7 @@ def test_a_running_process_of_this_machine_is_alive() -> None:
 
 
 @pytest.mark.slow
-def test_one_of_many_newcomers_wins(directory: Path) -> None:
+def test_only_a_single_newcomer_wins(directory: Path) -> None:
     """Let ten processes race for a lease whose holder is dead."""
     held_by(directory, host=this_process()["host"], pid=2**22 + 1)
     command = [sys.executable, "-c", HOLD, str(directory), "30"]
@@ -401,7 +401,7 @@ def test_process_stopped_with_a_used_number_is_superseded(directory: Path) -> No
     assert [path.name for path in directory.iterdir()] == ["00000005.json"]
 
 
-def test_what_a_killed_holder_was_writing_is_swept(directory: Path) -> None:
+def test_temporary_files_of_a_killed_holder_are_swept(directory: Path) -> None:
     Lease.acquire(directory, {}, 60.0).release()
     temporary = [directory.parent / "metrics.jsonl.tmp-lease-00000001-7-7", directory / "1.tmp-lease-00000001-7-7"]
     others = directory.parent / "config.yaml.tmp-submission-00000001-7-7"
@@ -505,7 +505,7 @@ def test_knowledge_of_a_killed_holder_is_half_a_percent_old(directory: Path, age
     assert (pause == 2.0) == (age_s >= 500)
 
 
-def test_one_thread_beats_for_many_leases_with_few_open_files(tmp_path: Path) -> None:
+def test_a_thread_beats_for_many_leases_with_few_open_files(tmp_path: Path) -> None:
     """A submitting sweep holds a lease for each run, which may be more than the allowed open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     threads = threading.active_count()

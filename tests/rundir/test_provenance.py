@@ -102,7 +102,7 @@ def test_other_versions_and_another_source_are_noticed(
     assert any("source of runner" in line for line in lines)
 
 
-def test_it_works_without_git_and_outside_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provenance_works_without_git_or_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     run = freeze(tmp_path)
@@ -166,7 +166,9 @@ def test_git_runs_no_program_that_the_repository_configures(project: Path, tmp_p
     assert list(tmp_path.glob("ran-*")) == []
 
 
-def test_a_git_without_scopes_tells_the_commit(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_is_recorded_with_a_git_without_scopes(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Git before 2.26, such as Ubuntu 20.04's, does not know `git config --show-scope`."""
     real = shutil.which("git")
     (tmp_path / "bin").mkdir()

@@ -49,7 +49,7 @@ CODES = (errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EDQUOT, errno.EROFS)
 @pytest.mark.parametrize(
     ("code", "stride"), [(errno.ENOSPC, 7), *(pytest.param(code, 1, marks=pytest.mark.slow) for code in CODES)]
 )
-def test_one_refused_change_loses_nothing(
+def test_a_single_refused_change_loses_nothing(
     code: int, stride: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fail each file-changing call of an attempt once; a rerun then finishes the run."""
@@ -77,7 +77,7 @@ def test_one_refused_change_loses_nothing(
     assert ends.count(0) > 0.6 * len(ends)
 
 
-def test_steps_are_what_the_tests_assume(tmp_path: Path) -> None:
+def test_the_steps_of_the_tests_save_and_delete(tmp_path: Path) -> None:
     """Check that an attempt saves twice and deletes once."""
     path = make(tmp_path / "run")
     assert attempt(path) == ExitStatus.FINISHED

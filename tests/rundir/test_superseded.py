@@ -141,7 +141,7 @@ def test_stopped_process_changes_nothing_after_its_successor(when: str, where: C
 
 
 @pytest.mark.parametrize(("when", "where"), [("before", at_the_records), *WHERE])
-def test_nor_does_one_that_truncates_the_records_in_place(when: str, where: Choice, tmp_path: Path) -> None:
+def test_stopped_process_truncates_no_records_of_successors(when: str, where: Choice, tmp_path: Path) -> None:
     """Only closed records are truncated in place, not those that a stopped process still has open.
 
     The first of its two successors has to make copies, and the second truncates those. To the second, records that the

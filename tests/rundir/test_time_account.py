@@ -101,7 +101,9 @@ def test_the_steps_up_to_the_newest_checkpoint_are_kept(tmp_path: Path, clocks: 
         ({"x": 20.0, "-1": 3.0, "50": float("nan")}, 40, 40, 0.0),
     ],
 )
-def test_what_a_checkpoint_keeps(trained: dict[str, float], start: int, checkpoint: int, kept: float) -> None:
+def test_a_checkpoint_decides_the_time_that_is_kept(
+    trained: dict[str, float], start: int, checkpoint: int, kept: float
+) -> None:
     assert closed({"seconds": {"steps": 60.0}, "trained": trained}, start, checkpoint)["kept_s"] == kept
 
 
@@ -162,7 +164,7 @@ def test_an_attempt_that_left_nothing_gets_no_invented_account(tmp_path: Path) -
         ({}, None),
     ],
 )
-def test_how_long_an_attempt_took_is_what_it_counted_itself(line: dict[str, Any], seconds: float | None) -> None:
+def test_the_duration_of_an_attempt_is_its_own_count(line: dict[str, Any], seconds: float | None) -> None:
     """It determines the rate of kills, from which an adaptive cadence follows."""
     assert lived_s(line) == seconds
 

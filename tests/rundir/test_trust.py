@@ -47,13 +47,13 @@ def refusal(run: RunDir) -> str:
     return str(error.value)
 
 
-def test_a_run_of_ones_own_is_resumed(run: RunDir) -> None:
+def test_a_run_of_this_user_is_resumed(run: RunDir) -> None:
     trust.check_trusted(run)
     trust.check_trusted(RunDir(run.path / "not there yet"))
 
 
 @pytest.mark.parametrize("name", ["", "config.yaml"])
-def test_what_everybody_may_write_is_refused(run: RunDir, name: str) -> None:
+def test_world_writable_runs_are_refused(run: RunDir, name: str) -> None:
     path = run.path / name
     path.chmod(path.stat().st_mode | 0o002)
     message = refusal(run)
@@ -101,7 +101,7 @@ def test_a_group_without_a_name_is_private_by_its_number(monkeypatch: pytest.Mon
 
 @needs_root
 @pytest.mark.parametrize("name", ["", "config.yaml"])
-def test_what_belongs_to_another_user_is_refused(run: RunDir, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_another_user_are_refused(run: RunDir, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = run.path / name
     os.chown(path, SOMEBODY, SOMEBODY)
     message = refusal(run)

@@ -162,7 +162,7 @@ def test_a_result_begins_the_count_of_crashes_anew() -> None:
     assert journal.trials[0].failed is None
 
 
-def test_where_the_first_trials_all_fail_no_other_begins() -> None:
+def test_no_trial_begins_after_all_first_trials_failed() -> None:
     journal = begun(9)
     for number in range(3):
         assert decide(rules(), journal).trial == number
@@ -184,7 +184,7 @@ def test_a_trial_that_takes_its_slots_down_fails_in_the_end() -> None:
     assert str(journal.trials[0].failed).startswith("the slots that trained it have ended (50 times")
 
 
-def test_as_many_slots_start_as_there_are_promotions() -> None:
+def test_no_more_slots_start_than_there_are_promotions() -> None:
     journal = begun(9, (1, 2, 3))
     for number in range(9):
         journal.add({"entry": "start", "trial": number, "values": {}, "slot": 0, "fence": 1})
@@ -251,7 +251,7 @@ def played(seed: int = 0) -> tuple[Rules, Journal]:
     return made, journal
 
 
-def test_every_decision_of_a_journal_comes_out_again() -> None:
+def test_a_replay_repeats_every_decision_of_a_journal() -> None:
     made, journal = played()
     again = Journal.parse(journal.text(), 1)
     assert [vars(trial) for trial in again.trials] == [vars(trial) for trial in journal.trials]

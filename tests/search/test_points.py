@@ -16,7 +16,7 @@ WIDTH = Dimension("model.width", ("64", "128", "256"))
 LAYERS = Dimension("model.layers", low=1, high=4, whole=True)
 
 
-def test_points_are_within_their_ranges_and_none_comes_twice() -> None:
+def test_points_are_within_their_ranges_and_unique() -> None:
     points = list(islice(Space((LR, WIDTH, LAYERS)).random(3), 500))
     assert len({tuple(point.items()) for point in points}) == 500
     assert all(1e-4 <= float(point["optimizer.lr"]) <= 1e-2 for point in points)

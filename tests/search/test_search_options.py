@@ -183,7 +183,7 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
         (["-m", "search=asha", "search.trials=9", "optimizer.lrr=log(1e-4,1)"], "(did you mean 'lr'?)"),
     ],
 )
-def test_what_is_no_search_says_how_one_is_written(
+def test_an_invalid_search_explains_how_to_write_one(
     words: list[str], error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(words) == 2
@@ -207,7 +207,7 @@ def test_trials_are_the_runs_of_the_same_plain_commands() -> None:
     assert made.first.config.train.steps == 6  # of the experiment, 20
 
 
-def test_what_refers_to_a_varied_setting_follows_it() -> None:
+def test_references_follow_a_varied_setting() -> None:
     """Include an option of a group. All is composed when the search begins, so later edits of files change nothing."""
     composer, base = TrialComposer(), Path.cwd()
     options = ("optimizer=adamw,sgd", "user.dim=16,32", "model.width=${user.dim}")
@@ -239,7 +239,7 @@ def test_a_new_search_names_the_one_it_is_most_like(tmp_path: Path) -> None:
     assert near("optimizer=sgd", "seed=3", "search.seed=2") == ""
 
 
-def test_what_is_probably_not_meant_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_probable_mistakes_in_a_search_are_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*ASHA, LR, f"run.root={tmp_path}", "search.metric=eval_accuracy", "search.rungs=[2,6]", "train.steps=9"]
     assert run(["-m", "-n", *words]) == 0
     captured = capsys.readouterr()
@@ -291,7 +291,7 @@ def test_a_run_that_was_evaluated_otherwise_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_search_is_named_by_what_identifies_it() -> None:
+def test_the_name_of_a_search_follows_its_identity() -> None:
     name = plan(LR).search.path.name
     assert name.startswith("smoke-asha-lr-seed0-")
     same = [plan(LR, "search.trials=12"), plan(LR, "launcher.slots=2"), plan(LR, "search.keep=2")]
@@ -301,12 +301,12 @@ def test_a_search_is_named_by_what_identifies_it() -> None:
     assert len({name, *(each.search.path.name for each in others)}) == 6
 
 
-def test_more_trials_than_points_are_as_many_as_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_trials_are_limited_to_the_number_of_points(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("model.width=16,32", "search.trials=20").trials == 2
     assert "the space has 2 points" in capsys.readouterr().out
 
 
-def test_repeats_have_seeds_of_their_own() -> None:
+def test_repeats_have_distinct_seeds() -> None:
     made = plan(LR, "search.repeats=2", "seed=5", search="random")
     assert made.rungs == (20,)
     again = TrialComposer().compose_point(made.record.config, made.points[0], Path.cwd(), 1)

@@ -118,7 +118,7 @@ def fails_then_trains(times: int, cause: str, status: int) -> Any:
         (1, "interrupted", 75, "paused"),
     ],
 )
-def test_what_becomes_of_a_trial_whose_attempts_fail(
+def test_failed_attempts_decide_the_fate_of_a_trial(
     tmp_path: Path, times: int, cause: str, status: int, state: str
 ) -> None:
     search = begin(tmp_path / "search", 2)
@@ -160,7 +160,7 @@ def test_a_withdrawn_trial_stays_so_until_it_is_retried(tmp_path: Path) -> None:
     assert [trial["state"] for trial in found(search)["trials"]] == ["withdrawn", "paused"]
 
 
-def test_another_slot_takes_up_what_a_killed_one_has_left(tmp_path: Path) -> None:
+def test_another_slot_continues_the_trial_of_a_killed_one(tmp_path: Path) -> None:
     search = begin(tmp_path / "search", 2)
 
     class KilledError(BaseException):
@@ -216,7 +216,7 @@ def test_run_of_another_search_is_not_trained_again(tmp_path: Path) -> None:
     assert found(search)["trials"][0]["results"] == {"10": 1.5}
 
 
-def test_a_run_beyond_a_rung_without_an_evaluation_there_says_so(tmp_path: Path) -> None:
+def test_run_beyond_a_rung_without_evaluation_is_reported(tmp_path: Path) -> None:
     search = begin(tmp_path / "search", 1)
     run = RunDir(tmp_path / "run0-0")
     run.path.mkdir()
@@ -225,7 +225,7 @@ def test_a_run_beyond_a_rung_without_an_evaluation_there_says_so(tmp_path: Path)
     assert "is at step 30 already, and has no eval_loss of step 10" in found(search)["trials"][0]["reason"]
 
 
-def test_a_metric_that_no_record_has_names_those_that_there_are(tmp_path: Path) -> None:
+def test_an_unknown_metric_names_the_recorded_ones(tmp_path: Path) -> None:
     search = begin(tmp_path / "search", 1)
 
     def train(task: Task, run: RunDir) -> int:
@@ -277,7 +277,7 @@ def test_a_slot_that_is_in_use_is_refused(tmp_path: Path) -> None:
             STOP.uninstall()
 
 
-def test_a_journal_cut_off_at_any_line_goes_on_without_training(tmp_path: Path) -> None:
+def test_truncated_journal_is_continued_without_training(tmp_path: Path) -> None:
     """Cut off a damaged journal as the remedy suggests: its runs have the results."""
     search = begin(tmp_path / "search", 3, (10, 30))
     work(search, trains)
@@ -333,7 +333,7 @@ def test_a_full_disk_ends_a_slot_and_fails_no_trial(tmp_path: Path) -> None:
     assert {trial["state"] for trial in found(search)["trials"]} == {"paused", "finished"}
 
 
-def test_only_what_a_search_has_left_loses_its_checkpoints(tmp_path: Path) -> None:
+def test_only_abandoned_trials_lose_their_checkpoints(tmp_path: Path) -> None:
     """Keep checkpoints of runs that were trained further since, or that another search keeps or has not ended."""
     search, other = begin(tmp_path / "search", 3, (10, 30)), begin(tmp_path / "other", 4, (10, 30))
     for each in (search, other):
@@ -369,7 +369,7 @@ def test_only_what_a_search_has_left_loses_its_checkpoints(tmp_path: Path) -> No
     assert [run.checkpoint_steps() for run in left] == [[], [10, 20]]
 
 
-def test_a_rung_that_is_added_meanwhile_is_trained_to(tmp_path: Path) -> None:
+def test_a_rung_added_during_a_search_is_reached(tmp_path: Path) -> None:
     search = begin(tmp_path / "search", 9, (10, 30))
 
     def train(task: Task, run: RunDir) -> int:
@@ -421,7 +421,7 @@ def test_run_paused_at_the_last_rung_is_not_finished(tmp_path: Path) -> None:
     assert found(search)["trials"][0]["state"] == "paused"
 
 
-def test_the_lines_of_a_search_say_what_happened(tmp_path: Path) -> None:
+def test_the_lines_of_a_search_report_its_events(tmp_path: Path) -> None:
     search = begin(tmp_path / "search", 3, (10, 30))
     work(search, trains)
     rules = Record.read(search).rules

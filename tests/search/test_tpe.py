@@ -50,7 +50,7 @@ def searched(algorithm: Algorithm, trials: int, seed: int = 0) -> tuple[Rules, J
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [Algorithm.tpe, Algorithm.asha_tpe])
-def test_sampler_learns_and_every_point_comes_out_again(algorithm: Algorithm) -> None:
+def test_sampler_learns_and_a_replay_repeats_every_point(algorithm: Algorithm) -> None:
     rules, journal = searched(algorithm, 40)
     assert replay(rules, journal.entries) == []
     points = [tuple(trial.values.items()) for trial in journal.trials]

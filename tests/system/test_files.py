@@ -74,7 +74,7 @@ def test_a_file_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"\xff", b"1" * 5000])
-def test_what_is_not_json_is_read_as_nothing(tmp_path: Path, content: bytes) -> None:
+def test_invalid_json_is_read_as_nothing(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "record"
     assert files.read_json(path) is None
     path.write_bytes(content)
@@ -255,7 +255,7 @@ def test_late_rename_cannot_land_after_a_newer_sweep(tmp_path: Path, monkeypatch
     assert [entry.name for entry in tmp_path.iterdir()] == ["record"]
 
 
-def test_what_is_appended_late_is_in_no_file(tmp_path: Path) -> None:
+def test_late_appends_reach_no_current_file(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     older = files.replace(path, b"1\n")
     newer = files.replace(path, b"1\n")
@@ -399,7 +399,7 @@ PLACES = (
         (files.resolve, Path.resolve),
     ],
 )
-def test_a_look_at_a_path_tells_what_path_itself_tells(
+def test_looks_at_a_path_agree_with_pathlib(
     tmp_path: Path, name: str, look: Callable[[Path], object], as_path_does: Callable[[Path], object]
 ) -> None:
     """Compare missing and unreadable paths as well: the errors are equal."""

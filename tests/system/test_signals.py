@@ -99,7 +99,7 @@ def test_a_signal_before_the_listener_reaches_it_once() -> None:
     assert output == "heard SIGUSR2\n"
 
 
-def test_later_signals_have_a_listener_of_their_own() -> None:
+def test_later_signals_have_a_separate_listener() -> None:
     """The first signal decides the cause; a later one may leave less time."""
     with start(LATER) as process:
         assert process.stdout is not None
@@ -133,7 +133,7 @@ def test_ctrl_c_reports_at_once_and_the_second_one_ends(rank: str | None) -> Non
     assert told == (("", "") if rank == "1" else (signals.FIRST_INTERRUPT, signals.SECOND_INTERRUPT))
 
 
-def test_a_process_whose_parent_tells_about_ctrl_c_is_quiet() -> None:
+def test_a_process_is_quiet_if_its_parent_reports_ctrl_c() -> None:
     with start("flag.quiet = True" + LONG_CALL, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None

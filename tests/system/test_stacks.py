@@ -26,6 +26,6 @@ assert gc.isenabled()
 """
 
 
-def test_a_garbage_collection_meanwhile_is_no_deadlock() -> None:
+def test_garbage_collection_during_a_stack_dump_is_no_deadlock() -> None:
     """In Python 3.11.2 it was one, on each look of the hang watch: the process stopped, and no signal helped."""
     subprocess.run([sys.executable, "-c", COLLECTING], cwd=ROOT, check=True, timeout=60)

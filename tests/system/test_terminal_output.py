@@ -52,7 +52,7 @@ def test_prints_to_a_closed_terminal_do_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_what_nobody_reads_does_not_change_the_exit_status(both: bool) -> None:
+def test_unread_output_does_not_change_the_exit_status(both: bool) -> None:
     """Close standard output alone, or both, as with `2>&1 | tee`."""
     with subprocess.Popen(
         [sys.executable, "-c", OUTLIVE + UNREAD],

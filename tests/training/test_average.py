@@ -28,7 +28,7 @@ def average_of(model: nn.Module, decay: float = 0.75) -> Average:
     return Average(model, decay, "ddp", World(), CPU)
 
 
-def test_it_is_the_exponential_moving_average_of_the_weights() -> None:
+def test_average_is_the_exponential_moving_average_of_weights() -> None:
     toy = Toy()
     average = average_of(toy.model)
     expected: dict[str, torch.Tensor] = {}

@@ -99,7 +99,7 @@ def test_a_killed_run_with_callbacks_is_bit_identical(kind: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_one_that_raises_stops_the_run_if_the_config_says_so(tmp_path: Path) -> None:
+def test_a_failing_callback_stops_the_run_on_request(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", [*COMMON, *CALLBACKS, "train.on_callback_error=stop"])
     run.start()
     status, output = run.wait()
@@ -167,7 +167,7 @@ def test_a_class_that_is_no_callback_is_one_line_at_the_start(node: str, words: 
         ({"how": "log_image", "value": "image.png"}, "a str cannot be logged as an image"),
     ],
 )
-def test_what_cannot_be_logged_is_one_line(
+def test_a_value_that_cannot_be_logged_is_one_line(
     arguments: dict[str, Any], words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     callbacks = opened(tmp_path, "{_target_: hooks.Logs}")
@@ -249,7 +249,7 @@ def test_states_are_kept_added_and_forgotten(tmp_path: Path) -> None:
         )
 
 
-def test_one_that_raised_stays_out_until_it_is_changed(tmp_path: Path) -> None:
+def test_a_failed_callback_is_left_out_until_it_changes(tmp_path: Path) -> None:
     callbacks = opened(tmp_path, "{_target_: hooks.RaisesAt, step: 1}")
     callbacks.step_end(1, {"step": 1})
     kept = callbacks.keep(state())

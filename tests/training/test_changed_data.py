@@ -15,7 +15,7 @@ from runner.training.data import sources
 
 
 @pytest.mark.promise("data that were edited between a kill and the resume are refused, of a dataset of your own too")
-def test_a_file_that_a_source_names_has_to_stay_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_file_of_a_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cover files of any size, of a dataset without a fingerprint."""
     monkeypatch.setattr(sources, "WHOLE_FILE_BYTES", 8)
     one, other = tmp_path / "one.jsonl", tmp_path / "other" / "one.jsonl"
@@ -46,7 +46,7 @@ def test_a_file_that_a_source_names_has_to_stay_what_it_was(tmp_path: Path, monk
     check_fingerprint(before, present(), "x")
 
 
-def test_a_dataset_that_says_what_it_has_is_believed(tmp_path: Path) -> None:
+def test_the_fingerprint_of_a_dataset_is_trusted(tmp_path: Path) -> None:
     config = Config()
     config.data.sources = {"web": {"_target_": "x", "path": str(tmp_path / "tokens.npy")}}
     (tmp_path / "tokens.npy").touch()

@@ -51,7 +51,7 @@ def test_sources_that_state_their_tokens_are_believed() -> None:
 
 
 @pytest.mark.slow
-def test_records_name_samples_and_only_the_tokens_that_there_are(tmp_path: Path) -> None:
+def test_records_name_samples_and_only_existing_tokens(tmp_path: Path) -> None:
     own = ["data=own", "train.loss._target_=custom.pixel_loss", "train.steps=10"]
     own += ["model._target_=custom.Pixels", "~model.layers", "~model.heads", "~model.width", "~model.sequence_length"]
     own += ["~model.vocab_size", "~model.dropout", "~model.bias", "~model.tie_weights"]

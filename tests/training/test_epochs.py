@@ -103,7 +103,7 @@ def test_a_length_in_steps_stays() -> None:
     assert Config().steps == 300
 
 
-def test_what_does_not_fit_the_steps_of_the_epochs_is_one_line() -> None:
+def test_settings_beyond_the_steps_of_epochs_are_one_line() -> None:
     shape = BatchShape(0, 1, 4)
     with pytest.raises(UserError, match=r"train.epochs=0.1 of 24 samples is less than one step .*: raise train.epochs"):
         steps_of("distributed", 0.1, [24], shape)

@@ -101,7 +101,7 @@ def test_the_results_are_bit_identical_to_those_of_the_run(tmp_path: Path, kind:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_of_a_run_on_two_ranks_and_by_a_job_of_two_ranks(tmp_path: Path) -> None:
+def test_a_job_of_two_ranks_evaluates_a_run_on_two_ranks(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", [*here.SHORT, *HELD_OUT, "strategy=fsdp", "train.ema_decay=0.5"], ranks=2)
     run.finish()
     request = requested(run.path)
@@ -368,9 +368,7 @@ def test_full_disk_is_one_line_and_a_rerun_continues(run: Path, capsys: Any, mon
     assert without_step(added(run)) == without_step(own(run))
 
 
-def test_results_of_another_command_are_not_counted_as_own(
-    run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_of_another_command_are_not_counted(run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Work._evaluate
 
     def evaluate(work: Work, step: int) -> bool:
@@ -383,7 +381,7 @@ def test_results_of_another_command_are_not_counted_as_own(
     assert "2 evaluated now, 0 before, 1 by another command; results in" in capsys.readouterr().out
 
 
-def test_checkpoint_deleted_meanwhile_is_left_out(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_deleted_before_its_evaluation_is_skipped(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Work._evaluate
 
     def evaluate(work: Work, step: int) -> bool:

@@ -135,7 +135,7 @@ def test_result_names_are_checked_with_a_batch_per_source() -> None:
     assert made.run(1, lambda: False) == before[1]
 
 
-def test_sources_are_evaluated_together_and_each_by_itself() -> None:
+def test_sources_are_evaluated_together_and_separately() -> None:
     """Compare with an independent computation from the samples."""
     config = configured({"a": 5, "b": 11}, 7, "eval.batch_size=2", "eval.batches=3", *METRICS)
     found = results(config)

@@ -34,7 +34,7 @@ def state(threads: int, shape: BatchShape = BatchShape(0, 1, 4)) -> RunState:  #
     ],
 )
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_is_not_exact_is_said_with_its_remedy(
+def test_inexact_settings_are_reported_with_the_remedy(
     device: torch.device, deterministic: bool, threads: int, before: int | None, said: list[str], compiled: bool
 ) -> None:
     config = Config()
@@ -60,7 +60,9 @@ EQUAL, DEALT = BatchShape(0, 2, 8, 3), BatchShape.dealt(0, 2, 8, 6)
         (EQUAL, BatchShape(0, 4, 8, 3), []),
     ],
 )
-def test_another_way_to_split_a_step_is_said(shape: BatchShape, before: BatchShape | None, said: list[str]) -> None:
+def test_another_way_to_split_a_step_is_a_warning(
+    shape: BatchShape, before: BatchShape | None, said: list[str]
+) -> None:
     """Warn where the split changes more than the ranks do anyway."""
     found = inexact(Config(), CPU, state(1, shape), None if before is None else state(1, before))
     assert len(found) == len(said)

@@ -105,7 +105,7 @@ def test_a_model_without_parameters() -> None:
     assert str(found) == "0 parameters, 0 B weights + 0 B gradients + about 0 B optimizer"
 
 
-def test_the_meta_device_tells_the_same_as_the_real_one() -> None:
+def test_footprints_on_the_meta_and_real_device_agree() -> None:
     config: Config = compose([*WORDS, "train.ema_decay=0.9"]).config
     model = build.model(config)
     assert footprint(config) == footprint(config, "cpu") == measured(model, build.optimizers(config, model), True)
@@ -121,7 +121,7 @@ def test_the_meta_device_tells_the_same_as_the_real_one() -> None:
         (["strategy=fsdp"], 4, ", divided over 4 ranks; 16 samples (256 tokens) per step"),
     ],
 )
-def test_what_a_step_trains_on(words: list[str], ranks: int, line: str) -> None:
+def test_the_footprint_names_the_samples_of_a_step(words: list[str], ranks: int, line: str) -> None:
     config = compose([*WORDS, *(word for word in words if "=" in word)]).config
     for word in words:
         if word == "data.loader":

@@ -315,7 +315,7 @@ def test_the_past_of_a_live_trunk(tmp_path: Path) -> None:
     assert of_steps(tmp_path / "o/branch", "digest").items() <= of_steps(held.path, "digest").items()
 
 
-def test_what_is_shown_of_a_branch(trunk: Path, tmp_path: Path) -> None:
+def test_commands_show_the_trunk_of_a_branch(trunk: Path, tmp_path: Path) -> None:
     assert f"branching off {trunk} at step 4 of {STEPS}" in run(tmp_path, "fork", "o/trunk", "--step", "4", "seed=1")
     branch = made(trunk.parent)
     assert branch.name.startswith("trunk-at4-seed1-")

@@ -91,7 +91,7 @@ def test_stopped_process_changes_nothing_when_it_wakes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("doing", [["mv", "{run}", "{other}"], ["rm", "{run}", "--yes"]], ids=lambda words: words[0])
-def test_where_its_run_was_moved_or_removed_nothing_comes_back(
+def test_a_waking_process_does_not_restore_a_moved_run(
     doing: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Send SIGSTOP within a step, while the logger opens its files; after SIGCONT the exit status is 74."""

@@ -49,7 +49,7 @@ def recorded(run: Path, step: int) -> float:
     return float(next(each["eval_loss"] for each in records if each["step"] == step and "eval_loss" in each))
 
 
-def test_it_gives_the_weights_that_the_run_evaluates(run: Path, tmp_path: Path) -> None:
+def test_load_returns_the_weights_that_the_run_evaluates(run: Path, tmp_path: Path) -> None:
     loaded = runner.load(run)
     assert loaded.step == 6
     assert loaded.averaged

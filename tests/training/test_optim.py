@@ -44,7 +44,7 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
 
 @pytest.mark.parametrize("compiling", [False, True])
 @pytest.mark.parametrize("options", KINDS)
-def test_it_is_bit_identical_to_torchs_adamw(
+def test_adamw_is_bit_identical_to_torchs(
     options: dict[str, Any], compiling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(optim, "_compiling", lambda: compiling)

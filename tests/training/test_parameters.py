@@ -45,7 +45,7 @@ def groups_of(made: Config, name: str = "optimizer") -> list[tuple[list[str], fl
     ]
 
 
-def test_the_first_match_wins_and_the_rest_comes_first() -> None:
+def test_the_first_matching_group_wins_and_the_rest_is_first() -> None:
     made = config(
         {
             "groups": [
@@ -163,6 +163,6 @@ def test_an_optimizer_that_calls_the_model_itself_is_refused() -> None:
         ([{"match": "a", "params": []}], "groups.0.params is for the optimizer itself"),
     ],
 )
-def test_the_config_refuses_what_no_model_could_have(groups: Any, line: str) -> None:
+def test_the_config_refuses_impossible_groups(groups: Any, line: str) -> None:
     found = list(optimizer_errors({"_target_": ADAMW, "groups": groups}, {}, 10, {}))
     assert [each for each in found if re.search(line, each)], found

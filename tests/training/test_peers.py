@@ -115,7 +115,7 @@ def test_a_rank_that_is_killed_is_a_lost_peer(tmp_path: Path) -> None:
     assert outcomes("killed", tmp_path) == [{"error": "PeerError", "report": None}, None]
 
 
-def test_ranks_that_all_fail_in_the_same_step_fail_by_themselves(tmp_path: Path) -> None:
+def test_ranks_that_fail_in_one_step_blame_no_other_rank(tmp_path: Path) -> None:
     assert outcomes("both", tmp_path) == [{"error": "RuntimeError", "report": None}] * 2
 
 

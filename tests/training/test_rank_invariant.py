@@ -120,7 +120,7 @@ def check(kind: str, every: int, parts: list[Part], last: int, one: One, shapes:
     parts=st.lists(PARTS, min_size=1, max_size=3),
     last=st.integers(1, 4),
 )
-def test_a_run_that_comes_back_with_other_ranks_is_bit_identical(
+def test_a_run_resumed_with_other_ranks_is_bit_identical(
     kind: str,
     every: int,
     parts: list[Part],
@@ -145,7 +145,7 @@ FIRST, *OTHERS = RUNS
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS),
     ],
 )
-def test_three_and_then_other_ranks_give_what_one_gives(kind: str, one: One, shapes: Shapes, tmp_path: Path) -> None:
+def test_three_and_then_other_ranks_equal_one_rank(kind: str, one: One, shapes: Shapes, tmp_path: Path) -> None:
     """Include ranks that have one micro-batch more than others, or none."""
     last = 2 if "one micro" not in kind else 4
     check(kind, 2, [Part(3, 5, 0, signal.SIGTERM)], last, one, shapes, tmp_path / "run")

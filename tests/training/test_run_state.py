@@ -25,7 +25,7 @@ STATE = RunState(
 )
 
 
-def test_it_is_restored_from_a_train_state() -> None:
+def test_run_state_is_restored_from_a_train_state() -> None:
     assert RunState.from_extra(through_a_file({"step": 40, **STATE.to_extra()})) == STATE
 
 

@@ -59,7 +59,7 @@ def test_run_resumed_in_a_later_phase_draws_with_its_weights(tmp_path: Path) -> 
     assert steps(run) == steps(whole)
 
 
-def test_loggers_that_show_what_run_this_is_are_told(tmp_path: Path) -> None:
+def test_loggers_that_show_the_run_are_informed_of_it(tmp_path: Path) -> None:
     """Call the method in each attempt; other loggers need no such method."""
     loggers = [f"+logger.{name}._target_=recorders.{name.title()}" for name in ("plain", "informed")]
     for attempt in (1, 2):
@@ -134,7 +134,7 @@ def test_task_with_own_steps_is_not_trained_in_parts(tmp_path: Path) -> None:
         opening_of(tmp_path, *words)._restored()
 
 
-def test_a_branch_states_what_it_began_with(tmp_path: Path) -> None:
+def test_a_branch_states_its_trunk_and_step(tmp_path: Path) -> None:
     """The loggers receive it. Another run has none."""
     trunk, branch = RunDir(tmp_path / "run"), RunDir(tmp_path / "branch")
     config = compose([]).config

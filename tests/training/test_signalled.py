@@ -105,7 +105,7 @@ def test_no_rank_records_a_crash_when_a_child_of_one_was_ended(failing: int, tmp
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own use
-def test_what_finds_out_what_the_cpu_can_do_survives_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_of_cpu_features_survives_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor would mistake a killed trial program for a CPU with fewer features, and compile other kernels."""
     tried = []
 

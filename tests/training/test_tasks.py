@@ -310,7 +310,7 @@ def test_a_number_that_a_step_logs_is_of_no_source() -> None:
     assert not result.by_source.get("number")
 
 
-def test_a_step_that_asks_for_no_batch_still_consumes_its_own() -> None:
+def test_a_step_without_a_request_still_consumes_its_batch() -> None:
     """The data order must not depend on how a task uses the batches."""
     left: Iterator[Drawn] = iter([Drawn(torch.zeros(4, 3)), Drawn(torch.zeros(4, 3)), Drawn(torch.ones(4, 3))])
 
@@ -355,7 +355,7 @@ def test_an_overflow_halves_the_scale_for_the_next_step() -> None:
 
 
 @pytest.mark.parametrize(("factor", "applied"), [(1.0, True), (float("inf"), False)])
-def test_a_task_is_told_whether_its_update_was_applied(factor: float, applied: bool) -> None:
+def test_a_task_learns_whether_its_update_was_applied(factor: float, applied: bool) -> None:
     told: list[bool] = []
 
     def take_step(step: Any) -> None:
@@ -434,7 +434,7 @@ def test_a_function_and_a_loss_are_tasks() -> None:
         assert task.evaluation_step is task.training_step
 
 
-def test_classification_finds_its_entries_or_says_what_is_there() -> None:
+def test_classification_finds_or_lists_the_entries_of_a_batch() -> None:
     model = nn.Linear(3, 5)
     inputs, labels = torch.randn(4, 3), torch.randint(5, (4,))
     task = Classification()
@@ -460,7 +460,7 @@ def test_classification_finds_its_entries_or_says_what_is_there() -> None:
         Classification(inputs="picture").training_step(model, {"image": inputs, "label": labels})
 
 
-def test_the_tasks_give_metrics_what_they_need() -> None:
+def test_the_tasks_pass_metrics_their_arguments() -> None:
     tokens = torch.randint(7, (2, 5))
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
     found = NextToken().evaluation_step(model, {"input_ids": tokens, "labels": tokens})

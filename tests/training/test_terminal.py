@@ -90,7 +90,7 @@ def test_reader_that_ends_with_the_terminal_changes_no_status(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one", "ranks", "sweep"])
-def test_ctrl_c_says_at_once_what_it_does(kind: str, tmp_path: Path, window: Callable[..., Window]) -> None:
+def test_ctrl_c_reports_its_effect_at_once(kind: str, tmp_path: Path, window: Callable[..., Window]) -> None:
     """Print it once, for any number of processes, while the step is still in progress."""
     options = {"one": [], "ranks": ["launcher.ranks=2"], "sweep": ["-m", "seed=1,2", "launcher.slots=2"]}[kind]
     run = Run(tmp_path / "run", [*LONG, *options, "train.device=cpu", f"run.root={tmp_path}"], {"HELD_S": "1000"})

@@ -235,7 +235,7 @@ class SlowCallbacks(Callbacks):
         self.now[0] += 5000
 
 
-def test_what_callbacks_take_counts_where_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_of_callbacks_counts_where_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """A download in on_start or a text written after an evaluation is not time of steps."""
     now = [0.0]
     monkeypatch.setattr(clock, "monotonic", lambda: now[0])

@@ -44,7 +44,7 @@ def test_non_finite_loss_stops_and_keeps_the_last_checkpoint(tmp_path: Path) -> 
     assert steps(run) == list(range(1, 21))
 
 
-def test_a_non_finite_step_is_skipped_if_the_config_says_so(tmp_path: Path) -> None:
+def test_a_non_finite_step_is_skipped_on_request(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", [*nan(13), "train.on_nonfinite=skip"])
     run.finish()
     skipped = [record["step"] for record in run.records() if record.get("skipped")]

@@ -130,7 +130,7 @@ def given(**shapes: tuple[int, ...]) -> Source:
     return Source("there", "", None, {name: torch.arange(1.0, 7.0).reshape(shape) for name, shape in shapes.items()})
 
 
-def test_the_table_says_what_became_of_each_weight() -> None:
+def test_the_table_reports_the_fate_of_each_weight() -> None:
     module = model(same=(6,), bent=(2, 3), other=(5,), missing=(4,))
     there = given(same=(6,), bent=(6,), other=(6,), extra=(6,))
     there.weights["same"].data = there.weights["same"].double()
@@ -167,7 +167,7 @@ def test_the_table_says_what_became_of_each_weight() -> None:
         (model(), InitConfig(), r"no weight of there fits the model \(a: not in the model\)$"),
     ],
 )
-def test_what_does_not_fit_is_one_line(module: nn.Module, options: InitConfig, message: str) -> None:
+def test_weights_that_do_not_fit_are_one_line(module: nn.Module, options: InitConfig, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         fill_model(module, given(a=(6,)), options)
     assert "\n" not in str(error.value)
@@ -270,7 +270,7 @@ def test_the_same_command_is_the_same_run_wherever_the_source_is(
 
 
 @pytest.mark.slow
-def test_a_moved_run_finds_its_source_beside_it(source: Path, tmp_path: Path) -> None:
+def test_a_run_moved_with_its_source_finds_the_source(source: Path, tmp_path: Path) -> None:
     (tmp_path / "outputs").mkdir()
     shutil.copytree(source, tmp_path / "outputs" / "source")
     run = here.trained(tmp_path / "outputs" / "run", f"init_from={tmp_path}/outputs/source@4", *STILL)
@@ -290,7 +290,7 @@ def test_another_source_is_another_run(source: Path, tmp_path: Path, capsys: Say
     assert "init_from.at: 4 -> 2 cannot be changed in the run" in capsys.readouterr().err
 
 
-def test_a_file_that_was_replaced_meanwhile_is_refused(tmp_path: Path, source: Path) -> None:
+def test_a_file_replaced_before_the_start_is_refused(tmp_path: Path, source: Path) -> None:
     file = tmp_path / "w.safetensors"
     save_file({"a": torch.zeros(1)}, file)
     options = InitConfig(path=str(file))

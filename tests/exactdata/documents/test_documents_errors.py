@@ -36,7 +36,7 @@ def raised(act: Callable[[], Any]) -> str:
     return message
 
 
-def test_a_wrong_column_names_those_that_there_are(tmp_path: Path) -> None:
+def test_a_wrong_column_names_the_existing_ones(tmp_path: Path) -> None:
     message = raised(lambda: opened(source(tmp_path)))
     assert "a.jsonl:1" in message
     assert "it has content, id" in message
@@ -44,7 +44,7 @@ def test_a_wrong_column_names_those_that_there_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_a_wrong_column_of_a_table_names_those_that_there_are(tmp_path: Path, kind: str) -> None:
+def test_a_wrong_column_of_a_table_names_the_existing_ones(tmp_path: Path, kind: str) -> None:
     pa, path = pytest.importorskip("pyarrow"), tmp_path / f"a.{kind}"
     table = pa.table({"content": ["x"], "id": [1]})
     if kind == "parquet":
@@ -70,7 +70,7 @@ def test_a_wrong_column_of_a_table_names_those_that_there_are(tmp_path: Path, ki
         ({"vocab_size": 100}, "raise vocab_size"),
     ],
 )
-def test_a_wrong_option_is_named_with_what_is_allowed(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+def test_a_wrong_option_is_named_with_the_allowed_values(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     assert words in raised(lambda: opened(source(tmp_path), **{"text": "content", **options}))
 
 
@@ -109,7 +109,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
     assert str(path) in raised(lambda: preparing.prepare(spec, tmp_path / "cache", workers=0))
 
 
-def test_an_incomplete_preparation_goes_on_from_a_torn_spec(tmp_path: Path) -> None:
+def test_a_preparation_with_a_torn_spec_is_completed(tmp_path: Path) -> None:
     path = source(tmp_path)
     spec = spec_of(path, text="content")
     store = preparing.store_of(spec, tmp_path / "cache")
@@ -143,7 +143,7 @@ def read_everything(path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["parts/*/tokens.bin", "index/*.npy", "index/meta.json", "plans/*/*.npy", "plans/*/meta.json"]
 )
-def test_a_damaged_store_names_the_file_and_what_to_delete(tmp_path: Path, name: str, how: str) -> None:
+def test_a_damaged_store_names_the_files_to_delete(tmp_path: Path, name: str, how: str) -> None:
     path = source(tmp_path)
     read_everything(path)
     store = next((tmp_path / "cache").iterdir())

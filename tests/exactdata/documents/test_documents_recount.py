@@ -150,7 +150,7 @@ def test_every_token_is_in_one_place_of_an_epoch(made: Any, packing: str, length
 
 
 @given_in_tiers(files, st.integers(1, 20), few=10, many=200)
-def test_what_is_cut_or_left_out_is_counted(made: Any, length: int) -> None:
+def test_truncated_and_omitted_documents_are_counted(made: Any, length: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         paths, expected = corpus(folder, [("txt", ["a"], b"", False), *made])

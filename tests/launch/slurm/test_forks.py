@@ -29,7 +29,7 @@ def trunk(cluster: Cluster, tmp_path: Path) -> Job:
     return Job(tmp_path / "trunk", [*WORDS, "launcher.nodelist=n1"], cluster=cluster)
 
 
-def test_a_job_gives_the_command_once_the_trunk_has_finished(trunk: Job, cluster: Cluster) -> None:
+def test_a_job_can_fork_a_trunk_once_it_has_finished(trunk: Job, cluster: Cluster) -> None:
     """The refusal before suggests this command. The branch is submitted from within a job."""
     trunk.submit(HELD_S="600", **trunk.hold(2))
     branch = Job(trunk.path.with_name("branch"), trunk.overrides, cluster=cluster)

@@ -239,7 +239,7 @@ def test_hanging_job_is_requeued_and_finishes_later(cluster: Cluster, tmp_path: 
 
 
 @pytest.mark.slow
-def test_what_slurm_refuses_is_one_line_and_nothing_is_submitted(
+def test_refusals_of_slurm_are_one_line_and_submit_nothing(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Read Slurm's real messages about its partitions; other messages are tested with fakes."""

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 SHORT = [*COMMON, "train.steps=5", "eval.every_steps=0"]
 
 
-def test_what_sbatch_queues_is_submitted_whatever_test_only_says(cluster: Cluster, tmp_path: Path) -> None:
+def test_jobs_that_sbatch_queues_are_submitted(cluster: Cluster, tmp_path: Path) -> None:
     """Request two nodes, one of which is drained: the job waits, and the status explains why."""
     job = Job(tmp_path / "run", [*SHORT, "launcher.nodes=2"], cluster=cluster)
     cluster.run("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
@@ -130,7 +130,7 @@ def test_a_job_that_is_requeued_while_it_is_suspended(cluster: Cluster, tmp_path
     assert job.causes() == ["requeued", "finished"]
 
 
-def test_the_status_of_a_job_on_hold_tells_how_to_release_it(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_status_of_a_held_job_explains_its_release(cluster: Cluster, tmp_path: Path) -> None:
     """The reason has spaces in squeue."""
     job = Job(tmp_path / "run", COMMON, cluster=cluster)
     job.submit()

@@ -92,7 +92,7 @@ def test_a_job_that_trains_unrecorded_is_left_alone(cluster: Cluster, tmp_path: 
     assert_same_run(job, reference(COMMON))
 
 
-def test_the_tasks_of_an_array_that_nobody_recorded_are_replaced(cluster: Cluster, tmp_path: Path) -> None:
+def test_unrecorded_tasks_of_an_array_are_replaced(cluster: Cluster, tmp_path: Path) -> None:
     arguments = ["-m", *COMMON, "seed=1,2", f"run.root={tmp_path / 'runs'}", "+launcher.additional.hold=true"]
     killed_after("sbatch", cluster, tmp_path / "bin", *arguments)
     lost = jobs_of(cluster, tmp_path)

@@ -26,7 +26,7 @@ def waited(job: Job, attempt: int = 0) -> tuple[float, float]:
     return record["queue_s"], record["hold_s"]
 
 
-def test_waiting_for_nodes_and_being_held_back_are_told_apart(cluster: Cluster, tmp_path: Path) -> None:
+def test_waiting_for_nodes_differs_from_being_held_back(cluster: Cluster, tmp_path: Path) -> None:
     """One job is behind another, one is held by its user, and one may not start before a time."""
     whole_node = ["--nodelist=n1", "--exclusive", "--output=/dev/null", "--wrap=sleep 600"]
     other = cluster.run("sbatch", "--parsable", "--partition=low", *whole_node).strip()
