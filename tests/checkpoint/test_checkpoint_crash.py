@@ -122,7 +122,7 @@ class FreshScene(Scene):
 @pytest.fixture(scope="module", params=[Scene, FreshScene], ids=["later", "first"])
 def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Scene:
     made: Scene = request.param(tmp_path_factory.mktemp("scene"))
-    made.act(made.copy(tmp_path_factory.mktemp("warm") / "run"))  # imports happen before anything is counted
+    made.act(made.copy(tmp_path_factory.mktemp("warm") / "run"))  # import first, so that imports are not counted
     return made
 
 

@@ -107,7 +107,7 @@ def test_lasting_error_in_any_file_sets_nothing_aside(run: Path, name: str) -> N
         toy.step = 3
         assert toy.save(saving)
         assert RunDir(run.parent).checkpoint_steps()[-1] == 3
-    kept = ["step_00000002"] if name == "manifest.json" else []  # what cannot be judged is not deleted either
+    kept = ["step_00000002"] if name == "manifest.json" else []  # an unreadable checkpoint is not deleted either
     assert names(run) == [*kept, "step_00000003"]
 
 

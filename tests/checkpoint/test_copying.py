@@ -209,7 +209,7 @@ class Gpus:
 
     def __init__(self) -> None:
         self.here = threading.local()
-        self.queued: dict[Any, list[str]] = {}  # stream -> what was queued in it and not awaited
+        self.queued: dict[Any, list[str]] = {}  # stream -> its queued copies that were not awaited
 
     def streams(self) -> dict[int, Any]:
         """Return the current stream of each GPU in this thread."""

@@ -98,7 +98,7 @@ def test_pin_set_during_a_deletion_holds_or_is_refused(saved: Path, monkeypatch:
         answers: list[bool] = []
         with intercepted(interrupted(number, lambda path=path, answers=answers: answers.append(pin(path)))):  # type: ignore[misc]
             Directory(path.parent, Fence()).delete(path.name)
-        # Refused at a moment when it was moved aside; it may be back nevertheless, then without its pin.
+        # A pin refused while the checkpoint was moved aside: it may be back, without the pin.
         assert (answers[0], is_pinned(path)) in {(True, True), (False, False)}, number
         assert not answers[0] or verified(path), number
         assert not checkpoint_dir.leftovers(path.parent)

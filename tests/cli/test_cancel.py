@@ -51,7 +51,7 @@ def test_a_call_cancels_a_job_and_its_sweep_only(
     one, other = "a" * 32, "b" * 32
     runs = [make(tmp_path, f"run{index}", f"12_{index}", one) for index in range(3)]
     make(tmp_path, "elsewhere", "13", other)
-    make(tmp_path, "reused", "14", other)  # Slurm has given its id to a job of somebody else's
+    make(tmp_path, "reused", "14", other)  # Slurm has assigned its id to another user's job
     rows = [row(f"12_{index}", "RUNNING", Command=script(one)) for index in range(3)]
     rows += [row("13", Command=script(other)), row("14", Command=script("c" * 32))]
     slurm.prints("squeue", "".join(rows))
@@ -81,12 +81,12 @@ def test_a_withdrawal_holds_for_one_job_or_one_attempt(
         patch.setenv("PATH", "/nonexistent")
         assert states(tmp_path) == {"run": "withdrawn"}  # nor does it need Slurm
     run.status.write_text(json.dumps({"state": "cancelled", "attempt": 1, "submission": first}))
-    assert states(tmp_path) == {"run": "withdrawn"}  # an attempt of that job had begun meanwhile
+    assert states(tmp_path) == {"run": "withdrawn"}  # an attempt of that job had begun by then
     run.status.write_text(json.dumps({"state": "failed", "attempt": 1, "submission": first}))
     assert states(tmp_path) == {"run": "failed"}  # it came to another end
     submitted(run, "13", second)
     run.status.write_text(json.dumps({"state": "cancelled", "attempt": 2, "submission": second}))
-    assert states(tmp_path) == {"run": "cancelled"}  # with scancel, and nobody withdrew this job
+    assert states(tmp_path) == {"run": "cancelled"}  # with scancel; this job was not withdrawn
     local = make(tmp_path, "local", state="interrupted", attempt=3)
     assert command(["cancel", str(local.path)]) == 0
     assert states(tmp_path)["local"] == "withdrawn"

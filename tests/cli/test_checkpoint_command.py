@@ -63,7 +63,7 @@ def test_the_list_names_the_metric_and_the_best(run: Path, capsys: pytest.Captur
     assert {row["metric_name"] for row in rows} == {"eval_loss"}
 
 
-@pytest.mark.promise("the best checkpoint is the best of all that have a result, whenever it was evaluated")
+@pytest.mark.promise("the best checkpoint is the best of all evaluated ones, whenever they were evaluated")
 def test_a_result_that_came_after_the_save_counts_for_the_best(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     toy, saving = Toy(), manager(run / "checkpoints", keep_last=9)
     toy.train(3)

@@ -193,7 +193,7 @@ def test_a_live_run_is_not_touched(run: Command, capsys: pytest.CaptureFixture[s
     with Lease.acquire(RunDir(path).lease, timeout_s=5):
         assert run(*same, launcher="here") == ExitStatus.LOCKED
         assert f"process {os.getpid()}" in capsys.readouterr().err
-        # A sweep skips it, and names the settings that it does not take over.
+        # A sweep skips it, and names the settings that have no effect on it.
         assert run("-m", *same, launcher="fake") == ExitStatus.USAGE
         assert "launcher._target_" in capsys.readouterr().out
         assert run("train.steps=20", "scheduler=constant", launcher="here") == ExitStatus.LOCKED

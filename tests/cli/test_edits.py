@@ -60,7 +60,7 @@ def test_resume_extends_a_run_and_explains_the_effects(
     assert load(finished).train.steps == 2000
     (edit,) = provenance.edits(finished)
     assert (edit["step"], edit["changes"], edit["before"]) == (20, ["train.steps: 20 -> 2000"], before)
-    # What began at step 20 or earlier came of the run as it was then.
+    # Up to step 20, the run is the one from before the edit.
     assert identity_at(finished, 20) == before != identity_at(finished, 21) == identity(load_plain(finished))
     FakeLauncher.launched.clear()
     assert command("resume", "--config-dir", str(conf), str(finished), "train.steps=2000") == 0

@@ -513,7 +513,7 @@ class TestArchive:
     ) -> None:
         before = contents(made)
         real = archive_command._content
-        with monkeypatch.context() as patch:  # a disk that returns something else than was written
+        with monkeypatch.context() as patch:  # a disk that returns other bytes than were written
             patch.setattr(archive_command, "_content", lambda tar, entry: real(tar, entry)[::-1])
             assert command("archive", str(made), "x.tar") == ExitStatus.FAILED
         assert "what was written reads back differently" in error(capsys)
@@ -558,7 +558,7 @@ class TestArchive:
                 archive_command.main([str(made), str(target)])
             assert contents(made) == before, trace.calls[number]
             assert list(tmp_path.glob(".x.tar*")) == [], trace.calls[number]
-            target.unlink(missing_ok=True)  # if the directory could not be synced: then it is whole
+            target.unlink(missing_ok=True)  # if the directory could not be synced: then it is complete
 
     @pytest.mark.slow
     def test_killed_before_each_change(self, made: Path, tmp_path: Path, quick: None) -> None:

@@ -266,6 +266,6 @@ def test_a_dry_run_of_failed_runs_names_the_remedy(run: Command, capsys: pytest.
     fail(run_dirs()[0])
     before = digest(Path.cwd())
     capsys.readouterr()
-    assert run("-m", "seed=1,2", "-n") == 1  # as the command itself: one of its runs has failed
+    assert run("-m", "seed=1,2", "-n") == 1  # like the command: one of its runs has failed
     assert "failed (the loss is nan); launcher.retry_failed=true restarts it" in capsys.readouterr().out
     assert digest(Path.cwd()) == before

@@ -229,7 +229,7 @@ def test_a_run_whose_process_is_dead_is_killed(tmp_path: Path) -> None:
         (dead.lease / "00000001.json").write_text(json.dumps(holder))
         started = time.monotonic()
         assert states(tmp_path) == {"alive": "running", "dead": "killed", "unheld": "killed"}
-        assert time.monotonic() - started < 1  # what this machine knows needs no heartbeat
+        assert time.monotonic() - started < 1  # a process of this machine needs no heartbeat
     assert unheld.path.exists()
 
 
@@ -475,7 +475,7 @@ def test_reason_of_an_earlier_failure_is_not_the_running_jobs(slurm: FakeSlurm, 
     assert [row.reason for row in rows if row.reason] == ["three failures"]
 
 
-# What the run has recorded since its job was given up -> its state
+# records of the run since its job was given up -> its state
 SINCE: list[tuple[dict[str, object] | None, int | None, str]] = [
     (None, None, "failed"),
     ({"state": "finished", "step": 6, "total": 6}, 6, "finished"),

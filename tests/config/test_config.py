@@ -244,7 +244,7 @@ class TestShow:
         assert (root.level, list(root.handlers)) == before
 
     def test_a_config_that_does_not_compose_is_diagnosed(self, composer: Composer) -> None:
-        for _ in range(2):  # nothing of the first call is left behind
+        for _ in range(2):  # the first call leaves no state behind
             with pytest.raises(UserError, match="did you mean 'mixture'") as error:
                 composer.show(["--cfg=job"], ["data=mixtrue"])
             assert len(str(error.value).splitlines()) == 1
@@ -256,7 +256,7 @@ def test_interpolations_of_hydra_resolve(composer: Composer) -> None:
     assert (plain["callbacks"]["mine"]["a"], plain["callbacks"]["mine"]["b"]) == ("mixture", "runner")
 
 
-@pytest.mark.promise("a config file of your own that has the name of a shipped one is refused, not ignored")
+@pytest.mark.promise("your config file with the name of a shipped one is refused, not ignored")
 def test_user_option_with_a_shipped_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "optimizer").mkdir()
     for name in ("sgd", "mine"):
@@ -301,7 +301,7 @@ def test_relative_paths_resolve_against_the_current_directory(composer: Composer
     assert plain["data"]["sources"]["text"]["cache_dir"] == str(tmp_path / "cache")
     assert plain["run"]["root"] == str(tmp_path / "results")
     assert plain["run"]["dir"].startswith(str(tmp_path / "results"))
-    # For a user's class only what exists is a path.
+    # For a user's class only existing files are paths.
     own = plain["data"]["sources"]["own"]
     assert own == {"_target_": "builtins.dict", "path": str(tmp_path / "mine"), "root": "hub/name"}
     given = composer.compose(["run.dir=here/it/is"], base=tmp_path)

@@ -136,7 +136,7 @@ def test_each_mistake_is_one_line(composer: Composer, override: str, words: list
         assert word in lines[0]
 
 
-LATE = [  # nothing of it happened in a run of this length, and nobody was told
+LATE = [  # these settings had no effect in a run of this length, without a message
     (("train.steps=20", "scheduler.warmup_steps=20"), ["scheduler.warmup_steps=20", "below the 20 steps"]),
     (("scheduler.total_steps=10", "scheduler.warmup_steps=10"), ["warmup_steps=10", "below the 10 steps"]),
     (("train.steps=5", "checkpoint.keep_best=1"), ["checkpoint.keep_best=1", "eval.every_steps=5 or less"]),

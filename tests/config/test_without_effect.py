@@ -139,7 +139,7 @@ def test_two_jobs_that_are_one_run_are_refused_with_the_remedy(composer: Compose
     with pytest.raises(UserError, match="differ only in length, and nothing depends on it: pass the longest alone"):
         composer.jobs(["scheduler=constant", "train.steps=20,60"])
     assert len(composer.jobs(["checkpoint.every_steps=10,20", "run.name=k${checkpoint.every_steps}"])) == 2
-    # Whatever each is called: the second experiment is a copy of the first one.
+    # Names do not matter: the second experiment is a copy of the first.
     (tmp_path / "experiment").mkdir()
     for name in ("one", "two"):
         (tmp_path / f"experiment/{name}.yaml").write_text("# @package _global_\ntrain:\n  batch_size: 3\n")
@@ -161,7 +161,7 @@ def test_equal_digests_mean_equal_effects(composer: Composer) -> None:
     assert len({base, *(digest(other) for other in others)}) == 1 + len(others)
 
 
-LENGTHS = [  # settings, and whether the length belongs to what identifies the run
+LENGTHS = [  # settings, and whether the length is part of the identity
     ("", True),
     ("scheduler=wsd", True),
     ("scheduler=constant", False),

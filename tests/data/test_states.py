@@ -230,7 +230,7 @@ def test_place_from_another_loader_must_be_in_the_epoch() -> None:
     loader = StatefulDataLoader(Squares(SIZE), 3, sampler=list(range(12)))
     loader.load_state_dict({"epoch": 0, "batches_yielded": 5})
     with pytest.raises(LoaderStateError, match="15 items into an epoch of list, which has fewer"):
-        iter(loader)  # before that, nothing knows how long it is
+        iter(loader)  # before that, its length is unknown
     with pytest.raises(LoaderStateError, match="sampler in this state is missing; it must be that of ElasticSampler"):
         made("elastic").load_state_dict({"epoch": 0, "batches_yielded": 3})
 

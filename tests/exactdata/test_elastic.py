@@ -575,7 +575,7 @@ def test_withdrawn_configuration_does_not_undo_a_call(made: str, configured: lis
     list(itertools.islice(run, 10))
     run.exclude([made])
     (expected,) = (one for one in run.order.exclusions if not one.planned)
-    for withdrawn in (arguments, alone, arguments):  # the source may be removed meanwhile, and return
+    for withdrawn in (arguments, alone, arguments):  # the source may be removed in between, and return
         resumed = ElasticSampler(**withdrawn)
         resumed.load_state_dict(run.state_dict())
         list(itertools.islice(resumed, 4))
@@ -601,7 +601,7 @@ def test_excluded_positions_named_later_are_other_samples() -> None:
     configured.load_state_dict(run.state_dict())
     assert at(configured)[:9] == shown[3:]
     again = ElasticSampler(**arguments, exclude=["8-10"])
-    again.load_state_dict(configured.state_dict())  # the plan is the same, and is not carried out twice
+    again.load_state_dict(configured.state_dict())  # the plan is the same, and is not applied twice
     assert at(again) == at(configured)
 
 
@@ -917,7 +917,7 @@ def test_changes_that_make_no_sense_are_errors() -> None:
             call()
     mine.update_weights([1, 1], position=2**62)
     again = ElasticSampler({"a": 9, "b": 9}, [1, 3], global_batch_size=1, num_replicas=1)
-    again.load_state_dict(mine.state_dict())  # the largest position of a state is the largest that can be given
+    again.load_state_dict(mine.state_dict())  # a state and an argument have the same largest position
 
 
 @given_in_tiers(

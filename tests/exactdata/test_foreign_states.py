@@ -151,7 +151,9 @@ def test_an_epoch_of_torchdata_continues_with_equal_batches(
         assert again.epoch == 2
         if isinstance(again.sampler, TorchSampler):
             again.sampler.set_epoch(2)
-        if "shuffle" in their_arguments():  # draws more often between two epochs, with workers more often still
+        if (
+            "shuffle" in their_arguments()
+        ):  # torchdata draws more often between two epochs, and even more often with workers
             assert sorted(torch.hstack([torch.as_tensor(batch) for batch in again]).tolist()) == list(DATA)
         else:
             assert batches(again) == next_epoch

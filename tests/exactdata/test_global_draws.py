@@ -88,7 +88,9 @@ def whole() -> dict[int, tuple[int, bytes]]:
     """Return what every run must see."""
     found = by_position(loader_of(Pictures()))
     assert len(found) == 2 * SIZE
-    assert len(set(found.values())) == 2 * SIZE - SIZE // 4  # others in each epoch, but for those that draw nothing
+    assert (
+        len(set(found.values())) == 2 * SIZE - SIZE // 4
+    )  # different in each epoch, except for samples that draw nothing
     return found
 
 
@@ -125,7 +127,7 @@ def test_the_generators_of_the_training_do_not_move(data: Any) -> None:
 def test_sample_is_fetched_once_until_it_draws() -> None:
     data = Listed()
     list(loader_of(data, batch_size=12))
-    assert data.asked == [12, *[1] * 72]  # the first batch again, and then one by one
+    assert data.asked == [12, *[1] * 72]  # the first batch again, and then single samples
     nothing = Listed()
     nothing.draws_nothing = True  # type: ignore[attr-defined]
     list(loader_of(nothing, batch_size=12))
@@ -173,7 +175,7 @@ def test_without_a_config_the_draws_are_those_of_torchs_loader() -> None:
         return [batch["picture"] for batch in iterate(make(Pictures(), 4))]
 
     def after_torchs_draw(loader: Any) -> Any:
-        torch.empty((), dtype=torch.int64).random_()  # the seed of its workers, which ours draws elsewhere
+        torch.empty((), dtype=torch.int64).random_()  # the seed of torch's workers, which this loader draws elsewhere
         return iter(loader)
 
     for ours, theirs in zip(

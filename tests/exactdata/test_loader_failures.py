@@ -284,7 +284,7 @@ def test_workers_ignore_the_signals_of_a_scheduler() -> None:
     before = children()
     loader = StatefulDataLoader(Slow(60), batch_size=4, num_workers=2)
     iterator = iter(loader)
-    found = [next(iterator), next(iterator)]  # one from each worker, so that their handlers are installed
+    found = [next(iterator), next(iterator)]  # a batch from each worker, so that their handlers are installed
     workers = children() - before
     assert len(workers) == 2
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):

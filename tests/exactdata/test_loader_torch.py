@@ -233,7 +233,7 @@ def test_a_stream_longer_than_its_length_is_logged(caplog: pytest.LogCaptureFixt
 
     loader = StatefulDataLoader(Short([10]), batch_size=2)
     assert sum(1 for _ in loader) == 5
-    assert not caplog.records  # nobody has asked for the length
+    assert not caplog.records  # no code has asked for the length
     assert len(loader) == 2
     list(loader)
     assert all("reported to be 4 " in message for message in caplog.messages)
@@ -257,7 +257,7 @@ def test_workers_with_whole_streams_are_logged_as_in_torch(caplog: pytest.LogCap
     with pytest.warns(UserWarning, match="samples have been fetched") as warned:
         iterate(DataLoader)
     iterate(StatefulDataLoader)
-    # Without Python's own about a fork beside threads, which from 3.12 on comes where pytest has started some.
+    # Python 3.12 and later also warn about a fork in a process with threads, which pytest may have started.
     torchs = [passage(warning.message) for warning in warned if warning.category is UserWarning]
     assert len(torchs) == 10
     assert [passage(message) for message in caplog.messages] == torchs

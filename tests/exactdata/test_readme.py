@@ -47,7 +47,7 @@ def test_the_script_continues_after_a_kill(tmp_path: Path, capsys: pytest.Captur
     script = tmp_path / "train.py"
     script.write_text(source)
     first = trained(script, until=14)
-    step = len(first) // 10 * 10  # of the last checkpoint; the kill may come a few steps later
+    step = len(first) // 10 * 10  # step of the last checkpoint; the kill may come a few steps later
     assert main(["inspect", str(tmp_path / "last.pt"), "--json"]) == 0
     (answer,) = json.loads(capsys.readouterr().out)
     assert answer["position"] == 8 * step

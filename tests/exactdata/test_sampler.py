@@ -100,7 +100,7 @@ def test_mixture_sampler_follows_the_reference(
     available = [plain_part(list(range(n)), options["num_replicas"], 0, options["drop_last"]) for n in sizes]
     heated = [w ** (1 / options["temperature"]) for w in weights]
     if any(w and not part for w, part in zip(weights, available, strict=True)):
-        with contextlib.suppress(SamplerError):  # correct, unless it needs no sample of that source
+        with contextlib.suppress(SamplerError):  # correct, unless no sample of that source is needed
             assert all(
                 part or not n
                 for part, n in zip(available, MixtureSampler(cumulative, weights, **options).counts, strict=True)

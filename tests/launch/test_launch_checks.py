@@ -239,7 +239,7 @@ NO_GRACE = "preemption without a grace time: 30 s (KillWait) from the signal to 
             [("ok", "preemption: SUSPEND in partition low"), ("warning", NO_GRACE.replace("30 s", "5 s"))],
         ),
         ("PreemptMode=CANCEL", {"PreemptType": "preempt/qos"}, 1.0, [("warning", CANCELS), ("warning", NO_GRACE)]),
-        # With one, which is long enough for twice a save, for one, or for none.
+        # With a grace time that is long enough for two saves, for one, or for none.
         (
             "PreemptMode=REQUEUE GraceTime=20",
             PREEMPTING,

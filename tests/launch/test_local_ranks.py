@@ -103,7 +103,7 @@ def test_run_killed_on_one_three_and_two_ranks_is_identical(tmp_path: Path) -> N
     assert all_gone(ranks)
     assert run.attempts()[-1]["cause"] == "crash"
 
-    # Rank 0 is lost, and with it everybody who could write.
+    # Rank 0 is lost, and with it the only writer.
     held_at(run, 19, 2)
     ranks = ranks_of(run)
     ranks[0].kill()
@@ -235,7 +235,7 @@ def start(tmp_path: Path) -> Start:
     def started(code: str, log: Path | None = None, grace_s: float = 600.0) -> RankProcesses:
         head = "import os, signal, sys, time; rank = int(os.environ['RANK'])\n"
         head += "signal.pthread_sigmask(signal.SIG_SETMASK, ())\n"  # an attempt does so once it handles signals
-        # In one piece, as rank 0 and the copies of the others' lines share the output: `print` makes several where
+        # One write, since rank 0 and the copies of the others' lines share the output: `print` makes several where
         # PYTHONUNBUFFERED is set, and they would mix.
         head += "def say(*values): sys.stderr.write(' '.join(map(str, values)) + chr(10))\n"
         command = [sys.executable, "-c", head + code]

@@ -28,7 +28,7 @@ def test_ranks_and_rendezvous_follow_from_slurm_alone(inside: FakeSlurm, monkeyp
     assert first == {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
     port = int(os.environ["MASTER_PORT"])
     assert port in rendezvous.PORTS
-    # Of a job whose size may change, the number that srun has started counts.
+    # If the size of a job may change, the number of tasks started by srun counts.
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     rendezvous.export()
     assert os.environ["WORLD_SIZE"] == "4"

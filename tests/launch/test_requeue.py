@@ -194,7 +194,7 @@ def test_a_job_that_has_come_to_the_id_of_this_one_is_left_alone(
     assert batch_script(inside, tmp_path / "run", "exit 137", [], submission=OWN) == 137
     assert len(inside.calls("scontrol requeue")) == 2 * ours
     said = "belongs to another job" in capsys.readouterr().out
-    assert said == (not ours and fields.get("Restarts") is None)  # (of fewer restarts it cannot tell more)
+    assert said == (not ours and fields.get("Restarts") is None)  # (with fewer restarts it cannot know more)
 
 
 def test_a_signal_before_the_attempt_has_handlers_is_remembered(inside: FakeSlurm) -> None:

@@ -23,7 +23,7 @@ from runner.system import files, processes
 __all__ = ["command", "conf", "runs", "slurm"]
 
 SCRIPTS = {
-    # Puts the tasks of a job into the queue, and then does what the test wants.
+    # Puts the tasks of a job into the queue, and then runs the action of the test.
     "sbatch": """\
 job=$(( $(cat {folder}/last 2>/dev/null || echo 11) + 1 ))
 echo $job > {folder}/last
@@ -291,7 +291,7 @@ def test_a_job_not_recorded_yet_belongs_to_the_run(queue: Queue, runs: list[Path
     run.job.write_text(json.dumps({"job_id": "12", "submission": "b" * 32}))
     assert not submission.is_named(run, "a" * 32)
     submission.begin([run], "a" * 32)
-    assert submission.is_named(run, "a" * 32)  # as after an answer of sbatch that was lost
+    assert submission.is_named(run, "a" * 32)  # as after a lost answer of sbatch
     submission.end([run], "a" * 32)
     run.attempt.write_text(json.dumps({"attempt": 1, "submission": "a" * 32}))
     assert submission.is_named(run, "a" * 32)

@@ -28,7 +28,7 @@ def test_a_finished_run_needs_no_scheduler(run: Command, capsys: pytest.CaptureF
     assert run(HERE) == ExitStatus.FINISHED
     assert "finished, all 300 steps" in capsys.readouterr().out
     assert FakeLauncher.launched == []
-    assert run(HERE, "train.steps=400") == ExitStatus.USAGE  # more is asked of it: now somebody must know
+    assert run(HERE, "train.steps=400") == ExitStatus.USAGE  # more steps are requested: now a scheduler must answer
 
 
 def test_a_queued_run_is_not_checked_again(run: Command, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,7 @@ def test_dead_or_closed_records_append_nothing(run: RunDir, dead: dict[str, Any]
     assert nobody_appends(run)
     announced_by(run, **dead)
     assert nobody_appends(run)
-    announced_by(run, start_time="7")  # the number of the dead process is another's now
+    announced_by(run, start_time="7")  # another process has the PID of the dead one now
     assert nobody_appends(run)
 
 

@@ -84,7 +84,7 @@ def test_a_group_of_this_user_alone_may_write(
     run.path.chmod(0o2775)
     run.config.chmod(0o664)
     trust.check_trusted(run)
-    monkeypatch.setattr(files, "has_access_list", lambda path: True)  # then the bits are those of others, too
+    monkeypatch.setattr(files, "has_access_list", lambda path: True)  # then others have these permissions, too
     assert "its group" in refusal(run)
 
 
@@ -107,7 +107,7 @@ def test_files_of_another_user_are_refused(run: RunDir, name: str, monkeypatch: 
     message = refusal(run)
     assert f"{path} belongs to another user (owner {SOMEBODY}" in message
     os.chown(path, 0, 0)
-    monkeypatch.setattr(processes, "effective_user_id", lambda: SOMEBODY)  # what root wrote, everybody may resume
+    monkeypatch.setattr(processes, "effective_user_id", lambda: SOMEBODY)  # every user may resume root's files
     trust.check_trusted(run)
 
 
@@ -117,7 +117,7 @@ def test_a_link_that_another_user_has_planted_is_refused(run: RunDir, target: st
     link = RunDir(run.path.with_name("link"))
     link.path.symlink_to(target)
     if target == "run":
-        trust.check_trusted(link)  # one's own
+        trust.check_trusted(link)  # this user's own
     os.chown(link.path, SOMEBODY, SOMEBODY, follow_symlinks=False)
     assert f"{link.path} is a link that belongs to another user (owner {SOMEBODY})" in refusal(link)
 
@@ -183,5 +183,5 @@ def test_nothing_created_is_writable_by_others(tmp_path: Path) -> None:
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "root").rglob("*")}
     assert modes == {"run": 0o755, "record.json": 0o644, "log": 0o644}
-    assert (tmp_path / "root").stat().st_mode & 0o777 == 0o777  # where others may have runs, too
+    assert (tmp_path / "root").stat().st_mode & 0o777 == 0o777  # a directory in which others may have runs
     assert (tmp_path / "pickle").stat().st_mode & 0o777 == 0o644

@@ -202,7 +202,7 @@ def test_refusals_before_the_records_open_are_printed(run: RunDir, capsys: pytes
     [
         (LookupError("a bug"), False, True),
         (UserError("a mistake"), False, True),
-        (TrainingError("the loss is nan"), False, False),  # of which every rank knows by itself
+        (TrainingError("the loss is nan"), False, False),  # every rank knows of it without a report
         (UserError("a full disk"), True, False),  # the job is restarted, and has not failed
     ],
 )

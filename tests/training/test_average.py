@@ -146,7 +146,7 @@ def ranks(rank: int, world: int, strategy: str, directory: str, resume: bool) ->
         values = [value.hex() for tensor in whole for value in tensor.flatten().tolist()]
         (Path(directory) / f"{strategy}-{resume}.json").write_text(json.dumps(values))
     torch.distributed.barrier()
-    del trained  # torch waits for ever now and then if what it synchronizes outlives the group
+    del trained  # torch sometimes waits for ever if an object that it synchronizes outlives the group
     torch.distributed.destroy_process_group()
 
 

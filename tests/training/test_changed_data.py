@@ -14,7 +14,7 @@ from runner.errors import MismatchError
 from runner.training.data import sources
 
 
-@pytest.mark.promise("data that were edited between a kill and the resume are refused, of a dataset of your own too")
+@pytest.mark.promise("data edited between a kill and the resume are refused, for your own datasets too")
 def test_a_changed_file_of_a_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cover files of any size, of a dataset without a fingerprint."""
     monkeypatch.setattr(sources, "WHOLE_FILE_BYTES", 8)

@@ -41,13 +41,13 @@ def test_the_samples_and_tokens_of_a_batch(batch: Any, tokens: int | None) -> No
     assert tokens_in(batch, 3) == tokens
 
 
-def test_sources_that_state_their_tokens_are_believed() -> None:
+def test_token_counts_stated_by_sources_are_used() -> None:
     differing, same = (stated_tokens(["a", "b"], {"b": b, "a": 5}) for b in (7, 5))
     assert (differing.tolist(), same.tolist()) == ([5, 7], [5])
     assert len(stated_tokens(["a", "b"], {"b": 7})) == len(stated_tokens([], {})) == 0
     assert tokens_in({"x": IMAGES}, 3, same) == 15
     assert tokens_in({"x": IMAGES}, 3, differing, np.array([0, 1, 1])) == 19
-    assert tokens_in({"input_ids": IDS}, 3, differing) == 15  # nobody says whose samples these are
+    assert tokens_in({"input_ids": IDS}, 3, differing) == 15  # the sources of these samples are not stated
 
 
 @pytest.mark.slow

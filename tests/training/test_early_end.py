@@ -36,10 +36,10 @@ def mark(run: Run) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_more_patience_continues_a_run_that_ended_early(tmp_path: Path) -> None:
-    """Reach the same end as without early stopping, bit for bit. Any value of the setting decides."""
+    """Reach the same end as without early stopping, bit for bit. The current value of the setting decides."""
     plain = Run(tmp_path / "plain", COMMON)
     plain.finish()
-    other = "+callbacks.other={_target_: hooks.Stops, step: 99}"  # one that has nothing to do with it
+    other = "+callbacks.other={_target_: hooks.Stops, step: 99}"  # an unrelated setting
     run = Run(tmp_path / "run", [*COMMON, *EARLY, other])
     reason = "eval_loss has not improved on"
     assert "finished early, at step 6 of 12: eval_loss has not improved on" in run.finish()

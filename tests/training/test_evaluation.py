@@ -45,7 +45,7 @@ def test_each_sample_counts_once_and_ranks_take_equal_turns(
     for world in worlds:
         batches = list(RankBatches(held_out, world))
         assert len(batches) == len(held_out.turns(world))
-        assert all(batches)  # one that does not count is computed as well, and must not be empty
+        assert all(batches)  # a sample that does not count is computed as well, and must not be empty
     # A stream of unknown length is dealt out in the same way.
     numbers = [[number for number, _ in StreamSource(range(samples), limit).turns(world)] for world in worlds]
     assert sorted(number for mine in numbers for number in mine if number is not None) == list(
@@ -65,7 +65,7 @@ def configured(sizes: dict[str, int], stream: int, *more: str) -> Config:
 
 
 METRICS = (
-    "eval.metrics.mae._target_=torchmetrics.MeanAbsoluteError",  # merges over ranks by itself, in another order
+    "eval.metrics.mae._target_=torchmetrics.MeanAbsoluteError",  # merges over ranks in its own code, in another order
     "eval.metrics.seen._target_=custom_tasks.NoMerge",
     "eval.metrics.distance._target_=custom_tasks.distance",
 )
@@ -121,7 +121,7 @@ def test_every_result_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -
     assert {"eval_loss", "eval_loss_by_source", "eval_few_mae_by_source", "eval_seen_last"} <= found[0][-1].keys()
 
 
-@pytest.mark.promise("a metric that no evaluation gives is found before training, which is as without that look")
+@pytest.mark.promise("a metric that no evaluation has is found before training; the check changes nothing")
 def test_result_names_are_checked_with_a_batch_per_source() -> None:
     config = configured({"a": 10, "b": 3}, 7, "eval.batch_size=2", *METRICS)
     made = evaluation(config, World())

@@ -61,7 +61,7 @@ def test_killed_and_preempted_a_run_ends_bit_for_bit_the_same(reference: Referen
     assert (stopped["steps_lost"], stopped["end_step"]) == (0, last["start_step"])
 
 
-@pytest.mark.promise("a process superseded in its sleep wakes up and changes not one byte")
+@pytest.mark.promise("a process superseded while stopped changes not one byte when it wakes")
 def test_stopped_process_changes_nothing_when_it_wakes(tmp_path: Path) -> None:
     """Send SIGSTOP, let a rerun take over and finish, send SIGCONT: exit status 74.
 

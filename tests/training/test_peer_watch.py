@@ -31,7 +31,7 @@ COMMON = [
     "eval.batches=9",
     "checkpoint.every_steps=2",
     f"train.peer_timeout_s={TIMEOUT_S}",
-    "train.hang_timeout_s=2",  # which is for ranks that live: here there is none
+    "train.hang_timeout_s=2",  # for live ranks, of which there are none here
 ]
 
 
@@ -288,7 +288,7 @@ def test_a_stopped_rank_is_named_and_the_run_continues(where: str, stopped: int,
         assert process.returncode == 1, output
         assert name in output, output
         assert "Traceback" not in output
-    if stopped != 0:  # rank 0 alone could close the records; of a rank 0 that is killed the next attempt does
+    if stopped != 0:  # only rank 0 could close the records; if it is killed, the next attempt closes them
         (attempt,) = run.attempts()
         assert (attempt["cause"], attempt["exit"]) == ("crash", 1)
         assert name in attempt["reason"]

@@ -153,7 +153,7 @@ def compilers(parent: int) -> list[str]:
     return found
 
 
-@pytest.mark.promise("a signal reaches the compilers of torch.compile: no crash is recorded, and a rerun trains")
+@pytest.mark.promise("a signal reaches the compilers of torch.compile: no crash is recorded, a rerun trains")
 def test_signal_to_the_group_while_compiling_is_no_crash(tmp_path: Path) -> None:
     """Send it as Slurm does. No file of a killed compiler makes the rerun fail."""
     run = Run(tmp_path / "run", [*TINY, "train.compile=true", "train.steps=2", "eval.every_steps=0"])

@@ -64,7 +64,7 @@ def test_a_signal_during_the_imports_loses_nothing(tmp_path: Path) -> None:
         run.send(signal.SIGTERM)
         run.release()
         status, output = run.wait()
-        assert status in (75, -signal.SIGTERM), output  # the latter: before Python ran our first line
+        assert status in (75, -signal.SIGTERM), output  # the latter: before Python ran the first line of the runner
         assert "Traceback" not in output
     run.finish()
     assert steps(run) == list(range(1, 21))

@@ -78,7 +78,7 @@ def dies_before(change: int, cache: Path) -> None:
     sys.addaudithook(hook)
 
 
-@pytest.mark.promise("a preparation of documents, killed at any call, is completed by the next start")
+@pytest.mark.promise("documents whose preparation is killed at any call are complete after the next start")
 def test_killed_preparation_is_completed_by_the_next_start(source: Path, tmp_path: Path) -> None:
     """Kill a forked process with SIGKILL. Claims, temporary folders and half-written files stay behind."""
     prepare(source, tmp_path / "whole")

@@ -23,8 +23,7 @@ NODES = ("n1", "n2")
 DAEMONS = ("slurmctld", "slurmd", "munged", "sbatch")
 INSTALL = "apt-get update && apt-get install -y slurmctld slurmd slurm-client munge (as root)"
 
-# Settings left out have the default of every version: no accounting, cred/munge, task/none and so on, under names
-# that have changed.
+# Settings left out have their default in every version (no accounting, cred/munge, task/none), under names that vary.
 CONFIG = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)

@@ -35,5 +35,5 @@ def test_stopped_killed_and_cancelled_jobs_end_bit_identical(cluster: Cluster, t
     assert result["verdict"] == "identical"
     assert sorted(fault["kind"] for fault in result["faults"]) == sorted(kinds)
     assert not cluster.run("squeue", "-h")
-    # Slurm is asked to start a delayed job at once, and not asked fifty times.
+    # Slurm is asked once, not fifty times, to start a delayed job at once.
     assert done.stderr.count("no longer pending") <= 3

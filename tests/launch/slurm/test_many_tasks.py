@@ -68,7 +68,7 @@ def test_lost_node_is_replaced_and_the_old_attempt_is_fenced(
     assert superseded
     try:
         cluster.stop_node(node)  # its tasks keep running, as on a node that lost its network
-        # What Slurm itself does once the node has not answered for SlurmdTimeout.
+        # Slurm does this once the node has not answered for SlurmdTimeout.
         cluster.run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
         job.wait_for_requeue()
         assert job.slurm()["NodeList"] != node
@@ -100,7 +100,7 @@ def test_preempted_sweep_whose_command_is_rerun_finishes(
     assert [job.job_id for job in jobs] == before
     for job in jobs:
         job.wait_for_step(15)
-    # The last task's job id is also that of the array, and must not stand for all of its tasks.
+    # The last task's job id is also the array's id, and must not mean all of its tasks.
     node = max(jobs, key=lambda job: job.job_id).slurm()["NodeList"]
     preempted = [job for job in jobs if job.slurm()["NodeList"] == node]
     assert 0 < len(preempted) < len(jobs)

@@ -41,9 +41,9 @@ def test_preempted_three_times_no_step_is_lost(job: Job, cluster: Cluster, refer
     assert job.ends() == "COMPLETED"
     assert job.causes() == ["preempted", "preempted", "preempted", "finished"]
     assert job.steps_lost() == 0
-    # Slurm tells which submission it is of until it forgets the job.
+    # Slurm reports the job's submission until it forgets the job.
     assert json.loads((job.path / "job.json").read_text())["submission"] in job.slurm()["Command"]
-    # scontrol is answered, and not killed by the signals that reach every process of the job.
+    # scontrol gets an answer, although signals reach every process of the job.
     assert "cannot requeue" not in job.log()
     assert job.row()["state"] == "finished"
     assert_same_run(job, reference(COMMON))
@@ -172,7 +172,7 @@ def test_scancel_stops_the_run_and_a_rerun_resumes_it(job: Job, cluster: Cluster
     assert_same_run(job, reference(COMMON))
 
 
-@pytest.mark.promise("two shells that give the same command at once submit one Slurm job")
+@pytest.mark.promise("two shells that run the same command at once submit one Slurm job")
 def test_two_shells_at_once_submit_one_job(job: Job, cluster: Cluster, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "runner", *SLURM, *job.overrides, f"run.dir={job.path}"]
     env = {**cluster.environment, **environment(**job.hold(5))}

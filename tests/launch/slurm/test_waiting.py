@@ -17,7 +17,7 @@ from runner.report.runs import read_run
 from runner.rundir.paths import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
-ROUNDING_S = 1.0  # each of two times of Slurm's is a second too early at most
+ROUNDING_S = 1.0  # each of the two Slurm times is at most a second too early
 
 
 def waited(job: Job, attempt: int = 0) -> tuple[float, float]:
@@ -80,5 +80,5 @@ def test_every_restart_has_its_own_wait(cluster: Cluster, tmp_path: Path) -> Non
     for attempt, batch_began in zip((first, second), script.read_text().split(), strict=True):
         assert attempt["seconds"]["start"] >= attempt["started"] - float(batch_began) - ROUNDING_S
     whole = read_run(RunDir(job.path), job.path.parent, 100).seconds
-    # Only what lies before the batch script and after the record of the end is in no bucket.
+    # Only the time before the batch script and after the record of the end is in no bucket.
     assert 4 < sum(whole.values()) <= ended - began + 4 * ROUNDING_S

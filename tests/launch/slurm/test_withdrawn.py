@@ -11,7 +11,7 @@ from jobs import COMMON, SLURM, runner, statuses
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
-@pytest.mark.promise("a sweep on a cluster is cancelled, saved, left alone by a rerun, and continued by a resume")
+@pytest.mark.promise("a cancelled sweep on a cluster is saved, left alone by a rerun, and resumed on request")
 def test_a_sweep_is_withdrawn_run_by_run_and_as_a_whole(cluster: Cluster, tmp_path: Path) -> None:
     hold = tmp_path / "hold"
     hold.write_text("20")
