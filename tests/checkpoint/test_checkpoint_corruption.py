@@ -118,7 +118,7 @@ def test_corrupt_checkpoint_does_not_count_as_kept(tmp_path: Path, monkeypatch: 
 def test_valid_checkpoint_of_a_corrupt_step_is_not_set_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, misread: bool
 ) -> None:
-    """It was saved again and the disk reported an error after the rename, or it was misread once."""
+    """The step was saved again and the disk reported an error after the rename, or the checkpoint was misread once."""
     toy, saving, sync = Toy(), manager(tmp_path), files.fsync_dir
     for steps in (1, 2):
         toy.train(steps)

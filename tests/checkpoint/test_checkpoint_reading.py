@@ -90,7 +90,7 @@ def test_transient_error_is_survived_and_a_lasting_one_named(run: Path, code: in
 
 @pytest.mark.parametrize("name", ["tensors.json", "rank_00000.safetensors", "manifest.json", "train_state.pt"])
 def test_lasting_error_in_any_file_sets_nothing_aside(run: Path, name: str) -> None:
-    """It blames neither the previous checkpoint nor step 0. Saves, lists and retention don't call it corrupt."""
+    """The previous checkpoint and step 0 are not used instead. Saves, lists and retention don't call it corrupt."""
     with reads_intercepted(stays=(errno.EIO, f"step_00000002/{name}")):
         for _ in range(2):
             with pytest.raises(

@@ -59,7 +59,7 @@ def test_a_pin_is_not_taken_for_a_checkpoint(saved: Path) -> None:
 
 
 def test_retention_keeps_pinned_checkpoints_and_the_newest(saved: Path) -> None:
-    """It deletes the checkpoint at the next save after the pin was removed."""
+    """Retention deletes the checkpoint at the next save after the pin was removed."""
     pin(saved / step_name(1))
     toy = Toy()
     keeping = manager(saved, keep_last=2)
@@ -157,7 +157,7 @@ def test_move_that_reported_an_error_deletes_nothing(saved: Path, monkeypatch: p
 
 
 def test_corrupt_checkpoint_of_a_pinned_step_stays_away(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its deletion, under the name that it was set aside with, was killed."""
+    """A kill interrupted its deletion, under the name that it was set aside with."""
     path = saved / step_name(2)
     assert pin(path)
     Directory(path.parent, Fence(1)).set_aside(path.name, "corrupt", "a bit")

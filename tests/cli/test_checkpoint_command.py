@@ -172,7 +172,7 @@ def test_export_is_the_newest_or_a_given_step_bit_for_bit(run: Path, tmp_path: P
 def test_a_folder_is_durable_before_it_gets_its_name(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its name is durable before it is reported."""
+    """The name is durable before it is reported."""
     done: list[str] = []
     sync, rename = files.fsync_fd, files.rename
 
@@ -202,7 +202,7 @@ def test_a_folder_is_durable_before_it_gets_its_name(
 def test_model_unreadable_by_from_pretrained_is_not_exported(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its class creates other tensors, for example because adapters were added."""
+    """The class creates other tensors, for example because adapters were added."""
 
     class Pretrained(torch.nn.Module):
         def __init__(self, config: dict[str, int]) -> None:

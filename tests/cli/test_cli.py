@@ -135,7 +135,7 @@ def test_a_command_waits_for_an_ending_job(
     then: JobInfo | None,
     launches: int,
 ) -> None:
-    """It may be requeued: then there must not be a second job."""
+    """The job may be requeued: then there must not be a second one."""
     run("seed=4")
     (path,) = run_dirs()
     FakeLauncher.queued[path] = JobInfo("12", "ending")

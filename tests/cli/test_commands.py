@@ -224,7 +224,7 @@ def test_an_empty_path_is_not_the_current_directory(
 
 
 def test_every_option_in_conf_is_explained() -> None:
-    """Check that each option has a comment above or beside it, in at least one of its files."""
+    """Check that each option has a comment above it or in its line, in at least one of its files."""
     from runner.config.search_path import conf_dir
 
     explained, options = {"_target_"}, {}

@@ -142,7 +142,7 @@ def test_a_copied_project_resumes_with_its_own_data(
     assert moved.data.sources["text"]["paths"] == str(tmp_path / "here/notes.txt")
 
 
-def test_a_callback_that_changes_weights_belongs_to_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_callback_that_changes_weights_is_in_the_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "clipping.py").write_text(
         "class Look:\n    def __init__(self, every):\n        pass\n\nclass Clip(Look):\n    changes_training = True\n"
     )

@@ -50,7 +50,7 @@ def branches(trunk: Path) -> list[Path]:
 
 
 def test_a_branch_has_the_checkpoint_before_it_is_launched(trunk: Path, command: Command) -> None:
-    """It also has the records up to it, whatever becomes of the trunk then."""
+    """Compare the records up to the checkpoint, too. The trunk may change afterwards."""
     before = hashes(trunk)
     assert command("fork", "o/trunk", "--step", "2", "seed=1") == 0
     (branch,) = branches(trunk)
@@ -274,7 +274,7 @@ def test_step_between_checkpoints_is_refused_with_the_choices(
 def test_a_trunk_that_others_may_write_is_not_trusted(
     trunk: Path, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its config names the classes that the branch would run."""
+    """The config of the trunk names the classes that the branch would run."""
     trunk.chmod(0o777)
     assert command("fork", "o/trunk", "--step", "2") == 2
     assert "can be written by everybody" in capsys.readouterr().err

@@ -105,7 +105,7 @@ class TestMove:
     def test_run_its_command_does_not_find_resumes_by_path(
         self, made: Path, command: Command, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Its name has no hash: `run.dir` named it."""
+        """The name has no hash: `run.dir` set it."""
         made = made.rename(made.with_name("plain"))
         for target in ("outputs/other", "store/other"):
             assert command("mv", str(made), target) == 0
@@ -329,7 +329,7 @@ class TestRemove:
         monkeypatch: pytest.MonkeyPatch,
         words: tuple[str, ...],
     ) -> None:
-        """It has another name by then, which no command finds."""
+        """The run has another name by then, which no command finds."""
         sync, before, word, rest = files.fsync_dir, contents(made), words[0], words[1:]
 
         def refuse(directory: Path) -> None:
@@ -372,7 +372,7 @@ class TestRemove:
         assert command("rm", str(made), "--yes") == 0
 
     def test_run_with_an_ended_unrecorded_job_can_be_removed(self, made: Path, command: Command) -> None:
-        """Its command would find a finished run and look no further. A file of the user's is no obstacle."""
+        """Its command would find a finished run and stop there. A file of the user's is no obstacle."""
         run = RunDir(made)
         run.submitting("0" * 32).write_text(json.dumps({"task": None, "user": "0", "written": 1.0}))
         known = {"job_id": "8", "launcher": "launch.local.LocalLauncher", "submission": "0" * 32}
@@ -852,7 +852,7 @@ def test_suspended_command_makes_nothing_where_a_run_was_moved(
 def test_run_moved_before_resume_looks_is_not_begun_anew(
     made: Path, command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its config is known by then. With it, a new run would begin at step 0 in the old place."""
+    """The config is known by then. With it, a new run would begin at step 0 in the old place."""
     before, real, elsewhere = contents(made), plan.plan_runs, made.with_name("elsewhere-00000000")
 
     def plan_runs(*arguments: object, **options: object) -> object:

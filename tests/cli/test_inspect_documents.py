@@ -130,7 +130,7 @@ def test_without_prepared_files_a_document_is_refused(tmp_path: Path, capsys: py
         ("web:part-0.jsonl:2", "no document was read from this line"),
     ],
 )
-def test_a_document_that_is_none_is_refused(tmp_path: Path, words: str, message: str) -> None:
+def test_an_invalid_document_is_refused(tmp_path: Path, words: str, message: str) -> None:
     run, _ = made(tmp_path, "elastic")
     with pytest.raises(UserError, match=message):
         inspect.main([run, "--document", words])

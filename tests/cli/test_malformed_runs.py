@@ -326,7 +326,7 @@ def put(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 @pytest.mark.slow
 @settings(max_examples=150)
 @given(data=st.data(), entry=st.sampled_from(["order.json", "status.json", "attempts.jsonl", "metrics.jsonl"]))
-def test_any_value_within_a_record_may_be_another(
+def test_any_value_within_a_record_may_change(
     template: Path, root: Path, capsys: pytest.CaptureFixture[str], data: st.DataObject, entry: str
 ) -> None:
     lines = (template / entry).read_text()

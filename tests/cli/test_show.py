@@ -42,7 +42,7 @@ def test_the_settings_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (row["key"], row["type"], row["default"], row["later"]) == ("eval.at_end", "true or false", "true", "yes")
 
 
-def test_a_setting_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_setting_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.run(["show", "--settings", "train.stps"]) == ExitStatus.USAGE
     (line,) = capsys.readouterr().err.splitlines()
     assert "did you mean 'train.steps'?" in line

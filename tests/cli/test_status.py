@@ -275,7 +275,7 @@ def test_watch_waits_once_and_sees_a_heartbeat_return(tmp_path: Path, monkeypatc
 
 
 def test_a_killed_run_is_shown_at_the_last_step_of_its_metrics(tmp_path: Path) -> None:
-    """Its status may be two seconds older."""
+    """status.json may be two seconds older."""
     run = make(tmp_path, "killed", {"state": "running", "step": 3, "total": 9, "loss": 4.0})
     run.metrics.write_text("".join(json.dumps({"step": step, "loss": 5.0 - step}) + "\n" for step in range(1, 8)))
     (row,) = status.collect(tmp_path)[0]

@@ -196,7 +196,7 @@ def test_a_truncated_frozen_config_is_one_line(composer: Composer, tmp_path: Pat
 def test_a_refused_read_of_a_frozen_config_is_no_verdict_on_it(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its cause shows a job that the error may pass. No message suggests to remove an intact config."""
+    """The cause shows a job that the error may pass. No message suggests to remove an intact config."""
 
     def refuse(*_: object, **__: object) -> bytes:
         raise OSError(number, os.strerror(number))

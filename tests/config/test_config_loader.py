@@ -95,7 +95,7 @@ def test_a_sweep_reads_each_file_once(tmp_path: Path, reads: Counter[str]) -> No
 def test_more_errors_do_not_merge_files_more_often(
     merges: list[Any], overrides: list[str], merged: int, lines: int
 ) -> None:
-    """They are merged again only for the run's name, without its settings, or to find errors among them."""
+    """Files are merged again only for the run's name, without its settings, or to find errors among them."""
     found = ""
     try:
         Composer().compose(overrides)

@@ -56,7 +56,7 @@ def test_evaluations_without_the_metric_do_not_count() -> None:
 
 
 def test_the_first_step_ends_no_run() -> None:
-    """Nothing can be saved yet; but later evaluations are compared with it."""
+    """A run has nothing to save at its first step, but later evaluations are compared with the first."""
     start = {"step": 0, "eval_loss": 30.0}
     assert stopped(options(1, above=20), [start]) is None
     assert stopped(options(1), [start, *records(40)]) == "eval_loss has not improved on 30 (step 0) in 1 evaluations"

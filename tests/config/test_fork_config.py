@@ -170,6 +170,6 @@ def test_refused_in_one_line(trunk: Path, overrides: list[str], said: str) -> No
 
 
 @pytest.mark.slow
-def test_no_fork_is_no_fork() -> None:
+def test_a_config_without_fork_is_no_branch() -> None:
     assert compose([*BASE, "fork=null"]).run_dir == compose(BASE).run_dir
     assert replaced_values({"run": {"dir": "a"}}, {"run": {"dir": "b"}}) == {}

@@ -114,7 +114,7 @@ def test_primary_config_is_checked_with_all_other_errors(conf: Path) -> None:
     ]
 
 
-def test_on_the_command_line_too(conf: Path) -> None:
+def test_ineffective_hydra_settings_in_a_command_are_errors(conf: Path) -> None:
     for setting in ("hydra.job.chdir=true", "hydra.job.env_set.A=b", "hydra.callbacks.x=null"):
         (line,) = errors(conf, setting)
         assert line.startswith(f"{setting} has no effect here: ")
@@ -126,7 +126,7 @@ def test_hydra_settings_with_default_values_are_no_errors(conf: Path) -> None:
 
 @pytest.mark.parametrize("name", PLUGINS)
 def test_hydra_plugin_of_an_experiment_is_one_line(conf: Path, name: str) -> None:
-    """It does not matter whether the plugin is installed."""
+    """Name a plugin that is installed, and one that is not."""
     of_sweeps = [f"hydra/sweeper={name}", "sweepers are not used", "comma-separated", "range(...)", "choice(...)"]
     of_launchers = [f"hydra/launcher={name}", "launchers are not used", "launcher=slurm"]
     for sweep in (False, True):

@@ -126,7 +126,7 @@ def test_a_choice_is_one_of_those_shown() -> None:
             OmegaConf.update(schema(Command).copy(), row.key, "something else")
 
 
-def test_a_part_of_them_and_none_of_them() -> None:
+def test_a_part_or_none_of_the_settings_can_be_listed() -> None:
     assert [row.key for row in settings("train.steps")] == ["train.steps"]
     assert {row.key.rpartition(".")[0] for row in settings("eval.sets")} == {"eval", "eval.sets.NAME"}
     with pytest.raises(UserError, match=r"train.stps: no such setting \(did you mean 'train.steps'\?\)"):

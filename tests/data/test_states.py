@@ -214,7 +214,7 @@ def test_a_damaged_state_may_be_nested_deeply(key: str) -> None:
 
 
 def test_changes_of_weights_that_are_out_of_order_are_refused() -> None:
-    """They would act at other places."""
+    """Changes out of order would act at other places."""
     made = [Segment(3 * change, {"a": 1.0, "b": 1.0 + change % 7}) for change in range(120)]
     saved = [one.to_json() for one in made]
     assert segments_from_json(saved) == tuple(made)

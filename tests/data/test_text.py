@@ -165,7 +165,7 @@ def test_processes_that_prepare_concurrently_get_the_same_text(tmp_path: Path) -
 
 
 def test_equal_files_in_two_folders_are_two_texts(tmp_path: Path) -> None:
-    """They may be unpacked from two archives."""
+    """Such folders may be unpacked from two archives."""
     found = []
     for letter in "ab":
         (tmp_path / letter).mkdir()

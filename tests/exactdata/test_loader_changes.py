@@ -75,7 +75,7 @@ histories = st.lists(st.tuples(st.integers(0, 6), weights | exclusions | resumes
     few=6,
     many=60,
 )
-def test_with_a_thread_as_without(steps: Any, depth: int, workers: int, capped: bool) -> None:
+def test_changes_with_a_prefetch_thread_equal_those_without(steps: Any, depth: int, workers: int, capped: bool) -> None:
     expected = history(Run(Gathered(TOTAL), capped=capped), steps)
     config = {"num_workers": workers, "prefetch_factor": depth}
     assert_same(history(Run(Gathered(TOTAL), capped=capped, **config), steps), expected)
@@ -90,7 +90,9 @@ def test_with_a_thread_as_without(steps: Any, depth: int, workers: int, capped: 
     persistent=st.booleans(),
     capped=st.booleans(),
 )
-def test_with_workers_as_without(steps: Any, depth: int, workers: int, persistent: bool, capped: bool) -> None:
+def test_changes_with_workers_equal_those_without(
+    steps: Any, depth: int, workers: int, persistent: bool, capped: bool
+) -> None:
     expected = history(Run(Augmented(TOTAL), capped=capped), steps)
     config = {"num_workers": workers, "prefetch_factor": depth, "persistent_workers": persistent}
     assert_same(history(Run(Augmented(TOTAL), capped=capped, **config), steps), expected)

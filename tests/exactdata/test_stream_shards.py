@@ -221,7 +221,7 @@ def test_ranks_in_different_epochs_resume_in_their_own(workers: tuple[int, int],
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize(("count", "workers"), [(1, 0), (3, 0), (1, 2)])
 def test_rank_at_its_end_gives_nothing_to_other_ranks(stream: str, count: int, workers: int) -> None:
-    """After two batches, one of two ranks has been told that its epoch has ended."""
+    """After two batches, one of two ranks has found the end of its epoch."""
     ranks = Ranks(lambda: STREAMS[stream]([4, 4, 5]), 2, 0, 3)
     ranks.begin()
     found: list[int] = []
@@ -239,7 +239,7 @@ def test_rank_at_its_end_gives_nothing_to_other_ranks(stream: str, count: int, w
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_rank_before_its_epoch_gives_its_shards_to_others(count: int) -> None:
-    """The other rank has been told that its epoch has ended, so it has no items."""
+    """The other rank has found the end of its epoch, so it has no items."""
     ranks = Ranks(lambda: Units([0, 0, 3, 4]), 2, 2, 3)
     with played(0, 2):
         assert list(ranks.loaders[0]) == []

@@ -56,7 +56,7 @@ def test_time_limits_in_every_first_step_end_the_run(tmp_path: Path) -> None:
 
 
 def test_job_at_its_limit_of_time_limits_starts_no_attempt(tmp_path: Path) -> None:
-    """It may be in the queue again: a timer requeues it before its end if a save takes long."""
+    """The job may be in the queue again: a timer requeues it before its end if a save takes long."""
     log = begin(RunDir(tmp_path))
     log.note(cause="time limit")
     with pytest.raises(TimeoutsError):

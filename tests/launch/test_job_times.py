@@ -58,7 +58,7 @@ def test_the_wait_is_divided_by_slurms_own_times(
 def test_early_preemption_is_announced_to_the_process(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, state: str, preempted: str, told: bool
 ) -> None:
-    """Its signal reached the processes of that time. With PreemptMode=CANCEL nothing else requeues the job."""
+    """The signal reached the processes of that time. With PreemptMode=CANCEL nothing else requeues the job."""
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(processes, "send_signal", lambda pid, signum: sent.append((pid, signum)))
     times = {"StartTime": "2026-01-01T12:00:07", "PreemptTime": preempted}

@@ -84,7 +84,7 @@ def test_all_errors_of_the_options_are_reported_at_once(slurm: FakeSlurm, runs: 
 
 
 def test_advice_of_sbatch_test_only_blocks_no_submission(slurm: FakeSlurm, runs: list[Path]) -> None:
-    """It refuses jobs that sbatch queues, because of too few undrained nodes or a reservation soon."""
+    """`--test-only` refuses jobs that sbatch queues, because of too few undrained nodes or a reservation soon."""
     slurm.fails("sbatch_--test-only_", "allocation failure: Requested node configuration is not available\n")
     launcher = SlurmLauncher(partition="low")
     assert launcher.check(runs) == []

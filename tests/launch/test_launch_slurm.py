@@ -407,7 +407,7 @@ def test_slurms_job_states_are_translated(slurm: FakeSlurm, slurm_state: str, st
 
 
 def test_a_run_is_followed_while_its_job_is_completing(slurm: FakeSlurm, runs: list[Path]) -> None:
-    """It may be about to be requeued: it is over only once it has left the queue."""
+    """The job may be about to be requeued: it is over only once it has left the queue."""
     SlurmLauncher().launch(runs[:1], "somewhere:attempt")
     (runs[0] / "status.json").write_text(json.dumps({"state": "requeued", "job_id": "12"}))
     slurm.prints("squeue", row("12", "COMPLETING", restarts=1, Name="run0"))
@@ -421,7 +421,7 @@ def test_a_run_is_followed_while_its_job_is_completing(slurm: FakeSlurm, runs: l
 def test_a_finished_run_is_not_followed_to_the_end_of_its_job(
     slurm: FakeSlurm, runs: list[Path], job_id: str, slurm_state: str, since_s: float, state: str | None
 ) -> None:
-    """Its job may linger, or find the run already finished. But a longer run may have been submitted since."""
+    """The job may linger, or find the run already finished. But a longer run may have been submitted since."""
     SlurmLauncher().launch(runs[:1], "somewhere:attempt")
     (runs[0] / "status.json").write_text(json.dumps({"state": "finished", "job_id": job_id}))
     (runs[0] / "finished.json").write_text('{"steps": 300}')
@@ -541,9 +541,7 @@ def test_a_requeued_job_is_known_by_the_name_that_slurm_gave_it(slurm: FakeSlurm
     restarts=st.integers(0, 2),
     state=st.sampled_from(["PENDING", "RUNNING", "COMPLETED"]),
 )
-def test_a_job_that_has_come_to_the_id_of_ours_is_not_ours(
-    time: str, user: int, name: str, restarts: int, state: str
-) -> None:
+def test_a_job_with_a_reused_id_is_not_ours(time: str, user: int, name: str, restarts: int, state: str) -> None:
     """Slurm sets the submit time anew at a requeue. Until then it must be the recorded time."""
     ours = RecordedJob("12", str(os.getuid()), "run0", SUBMITTED)
     shown = row("12", state, restarts=restarts, SubmitTime=time, UserID=str(user), Name=name)
@@ -576,7 +574,7 @@ def test_job_without_a_submit_time_is_known_by_user_and_name(slurm: FakeSlurm, r
 def test_later_job_of_the_same_name_is_another_one(
     slurm: FakeSlurm, runs: list[Path], minutes: int, restarts: int, ours: bool
 ) -> None:
-    """It was submitted five minutes after the record, since clocks may differ; a requeue sets the time anew."""
+    """The other job was submitted five minutes after the record, as clocks may differ. A requeue sets the time anew."""
     slurm.fails("scontrol_show_job", "Unable to contact slurm controller\n")
     assert SlurmLauncher().launch(runs[:1], "somewhere:attempt") == 0
     recorded = json.loads((runs[0] / "job.json").read_text())["submitted"]
@@ -590,7 +588,7 @@ def test_later_job_of_the_same_name_is_another_one(
 def test_job_is_known_by_the_submission_in_its_batch_script(
     slurm: FakeSlurm, runs: list[Path], name: str, restarts: int, submitted: str
 ) -> None:
-    """Its name and requeues do not matter: sweeps of the same size have the same name."""
+    """Names and requeues do not matter: sweeps of the same size have the same name."""
     slurm.shows_job(JobName="run0", SubmitTime=SUBMITTED)
     assert SlurmLauncher().launch(runs[:1], "somewhere:attempt") == 0
     own = json.loads((runs[0] / "job.json").read_text())["submission"]
@@ -601,7 +599,7 @@ def test_job_is_known_by_the_submission_in_its_batch_script(
 
 
 def test_task_requeued_before_its_array_is_known(slurm: FakeSlurm, runs: list[Path]) -> None:
-    """It was stopped right after sbatch: the time from Slurm is the requeue time of the requested task."""
+    """The task was stopped right after sbatch, so Slurm's time is the requeue time of the requested task."""
     slurm.prints("scontrol_show_job", "JobId=12 JobName=sweep Restarts=1 SubmitTime=2026-01-01T00:02:00\n")
     assert SlurmLauncher().launch(runs[:2], "somewhere:attempt") == 0
     tasks = [str(json.loads((run / "job.json").read_text())["job_id"]) for run in runs[:2]]

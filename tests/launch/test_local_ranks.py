@@ -139,7 +139,7 @@ def test_run_killed_on_one_three_and_two_ranks_is_identical(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_all_ranks_at_once(tmp_path: Path) -> None:
-    """This works as in one process: committed checkpoints stay, and nothing is awaited."""
+    """As in one process, committed checkpoints stay, and nothing is awaited."""
     run = Run(tmp_path / "run", COMMON, env={"HELD_S": "1000"})
     held_at(run, 3, 2)
     ranks = ranks_of(run)
@@ -209,7 +209,7 @@ def test_too_few_gpus_is_an_error_and_cores_are_shared(tmp_path: Path, monkeypat
     assert LocalLauncher(ranks=2, gpus=[]).check([tmp_path]) == []
 
 
-def test_torchrun_and_ranks_of_its_own_do_not_go_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_ranks_are_refused_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise each rank of torchrun would start as many ranks again."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -269,7 +269,7 @@ def test_rank_0_prints_and_the_others_show_their_errors(
 
 
 def test_ranks_know_their_place(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
-    """They have the variables of torchrun; the port is the same for all."""
+    """Compare the variables with those of torchrun. The port is the same for all ranks."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     assert status_of(start(f"say(*[os.environ[name] for name in {names!r}])")) == 0
     lines = sorted(line.split() for line in capfd.readouterr().err.splitlines())

@@ -172,7 +172,7 @@ SAME = [
 
 
 @pytest.mark.parametrize(("fields", "ours"), [*((each, False) for each in ANOTHER), *((each, True) for each in SAME)])
-def test_a_job_that_has_come_to_the_id_of_this_one_is_left_alone(
+def test_a_job_that_reuses_the_id_of_this_one_is_left_alone(
     inside: FakeSlurm,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -180,7 +180,7 @@ def test_a_job_that_has_come_to_the_id_of_this_one_is_left_alone(
     fields: dict[str, str],
     ours: bool,
 ) -> None:
-    """Its state is not this job's state, and neither a rank nor the batch script requeues it."""
+    """Such a state is not this job's, and neither a rank nor the batch script requeues the other job."""
     own = {"JobName": "mine", "UserId": f"me({os.getuid()})", **RUNNING, "Restarts": "1"}
     script = {"SubmitTime": "2000-01-01T00:00:00", "Command": f"/x/.submission_file_{OWN}-1.sh"}
     for name, value in {"RESTART_COUNT": "1", "JOB_NAME": "mine", "JOB_UID": str(os.getuid())}.items():
@@ -303,7 +303,7 @@ def test_job_cancelled_just_before_its_requeue_stays_cancelled(
 def test_job_ended_by_slurm_before_its_requeue_is_requeued(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, end: dict[str, str]
 ) -> None:
-    """It ended to make room, or at its time limit: a request for a job that runs then has no effect, and succeeds."""
+    """The job ended to make room, or at its time limit. Requests for a job that runs then have no effect."""
     inside.shows_job(**RUNNING)
     ask = scheduler.requeue
 
@@ -317,7 +317,7 @@ def test_job_ended_by_slurm_before_its_requeue_is_requeued(
 
 
 def test_request_counts_once_slurm_has_reported_the_job(inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have ended just before, so that the request had no effect. Slurm may not answer the second query."""
+    """The job may have ended just before, so that the request had no effect. Slurm may not answer the second query."""
     inside.shows_job(**RUNNING)
     ask = scheduler.requeue
 
@@ -377,7 +377,7 @@ def test_silent_controller_does_not_count_as_a_refusal(inside: FakeSlurm, monkey
 def test_a_job_that_slurm_has_lost_is_not_waited_for_for_ever(
     inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """There is nothing to requeue. A single answer may come from a controller that has not read its state yet."""
+    """Such a job cannot be requeued. A single answer may come from a controller that has not read its state yet."""
     lost = "slurm_load_jobs error: Invalid job id specified\n"
     inside.fails("scontrol_show_job", lost)
     pauses: list[float] = []
@@ -507,10 +507,10 @@ def test_attempt_that_cannot_be_imported_waits_for_a_start(
     assert requeue.failed_starts(starts) == (1, reason)
 
 
-def test_an_attempt_knows_which_submission_its_job_is_of(
+def test_an_attempt_knows_the_submission_of_its_job(
     slurm: FakeSlurm, inside: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It reads the name that the command wrote, the same as in job.json."""
+    """The attempt reads the name that the command wrote, the same as in job.json."""
     run = tmp_path / "run"
     run.mkdir()
     slurm.shows_job(JobName="run")
@@ -724,7 +724,7 @@ def test_the_batch_script_respects_the_verdict_of_a_rank(slurm: FakeSlurm, tmp_p
 def test_a_verdict_of_an_earlier_start_decides_nothing(
     slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its rank, on a node that was cut off, wrote it after the next start had begun."""
+    """A rank of that start, on a node that was cut off, wrote it after the next start had begun."""
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     slurm.shows_job(**{**RUNNING, "Restarts": "2"})
     late, own = (requeue.verdict_file(tmp_path / "run" / "logs", "12_1", count) for count in (1, 2))

@@ -218,7 +218,7 @@ def test_a_full_disk_is_found_before_anything_is_submitted(
 def test_a_job_of_another_user_is_named_and_nothing_is_submitted(
     queue: Queue, runs: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They share the directory; Slurm lets no other user cancel it."""
+    """Both users share the directory, and Slurm lets no other user cancel the job."""
     again = killed_at_job_json(monkeypatch, 1)
     with pytest.raises(KeyboardInterrupt):
         launch(runs[:1])

@@ -19,7 +19,7 @@ HERE = "run.dir=outputs/here"  # a name of its own need not be derived from the 
 
 
 def test_a_finished_run_needs_no_scheduler(run: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its job may be in a slow epilog, the controller away, the cluster drained."""
+    """The job may be in a slow epilog, the controller away, the cluster drained."""
     assert run(HERE) == 0
     finish(run_dirs()[0], 300)
     capsys.readouterr()
@@ -64,7 +64,7 @@ echo Submitted batch job 12
 def test_the_directory_of_a_submitted_run_is_never_renamed(
     command: Command, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its job may run already, although a later array of the same command was refused."""
+    """The job may run already, although a later array of the same command was refused."""
     slurm.prints("scontrol_show_config", "MaxArraySize = 2\n")
     (slurm.folder / "sbatch").write_text(SBATCH_ONCE.format(folder=slurm.folder))
     renamed: list[Path] = []

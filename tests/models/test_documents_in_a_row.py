@@ -81,7 +81,7 @@ def starts(lengths: list[int]) -> list[int]:
 
 @each_model
 def test_a_document_in_a_row_is_as_if_it_were_alone(name: str) -> None:
-    """Its logits are equal, and the row's loss is the mean over the labels of all documents."""
+    """Compare the logits, and the row's loss, which is the mean over the labels of all documents."""
     model, batch = MODELS[name]().eval(), packed()
     batch["labels"][0, 4] = -100  # as in a turn of the user
     outputs = NextToken().evaluation_step(model, batch)

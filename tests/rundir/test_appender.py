@@ -80,7 +80,7 @@ def test_dead_or_closed_records_append_nothing(run: RunDir, dead: dict[str, Any]
     ],
 )
 def test_an_uncertain_process_may_still_append(run: RunDir, dead: dict[str, Any], other: dict[str, Any]) -> None:
-    """Its machine may only have lost the network, or its last writes are still on their way to the file system."""
+    """The machine may only have lost the network, or the last writes are still on their way to the file system."""
     announced_by(run, **{**({} if "open" in other else dead), **other})
     assert not nobody_appends(run)
 

@@ -118,7 +118,7 @@ def test_run_moved_while_waiting_for_leases_is_not_remade(run: RunDir, monkeypat
 
 
 def test_the_leases_move_along_and_are_released_there(run: RunDir) -> None:
-    """Then the next attempt, perhaps on another machine, need not wait for a heartbeat."""
+    """The next attempt, perhaps on another machine, then need not wait for a heartbeat."""
     target = run.path.with_name("b-12345678")
     with custody(run) as held:
         held.move(target)
@@ -134,7 +134,7 @@ def test_the_leases_move_along_and_are_released_there(run: RunDir) -> None:
 
 
 def test_the_message_names_the_place_of_an_unrestorable_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its new name cannot be synced, and another process takes it over before the rename back."""
+    """The new name cannot be synced, and another process takes the run over before it is renamed back."""
     target = run.path.with_name("b-12345678")
 
     def taken_over(directory: Path) -> None:
@@ -224,7 +224,7 @@ class TestQueue:
 
 class TestWhatIsNoRun:
     def test_a_config_directory_is_not_touched(self, tmp_path: Path) -> None:
-        """It has a config.yaml, like a run."""
+        """Such a directory has a config.yaml, like a run."""
         conf = tmp_path / "conf"
         (conf / "model").mkdir(parents=True)
         (conf / "config.yaml").write_text("defaults: [model]\n")
@@ -245,7 +245,7 @@ class TestWhatIsNoRun:
             run_at(tmp_path / "link")
 
     def test_a_run_with_runs_in_it_is_refused(self, run: RunDir) -> None:
-        """Their leases are not held, so they may be live."""
+        """The leases of the inner runs are not held, so they may be live."""
         inner = made(run.path / "more" / "b-87654321")
         with pytest.raises(RunDirError, match=f"has another run in it .{inner.path}"):
             run_at(run.path)

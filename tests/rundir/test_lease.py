@@ -282,7 +282,7 @@ def test_liveness_without_waiting(holder: dict[str, Any], verdict: str) -> None:
 
 @pytest.mark.parametrize("released", [False, True])
 def test_earlier_start_never_takes_a_later_ones_lease(directory: Path, fake_time: FakeTime, released: bool) -> None:
-    """It wakes on a node that was cut off, after Slurm has started the job on another one."""
+    """The earlier start wakes on a node that was cut off, after Slurm has started the job on another one."""
     held_by(directory, job_id="7", submission="s", restart_count=2, released=released)
     said = r"continued by a later start of job 7 \(restart 2\): this one \(restart 1\) ends, and requeues nothing"
     with pytest.raises(SupersededError, match=said):
@@ -339,7 +339,7 @@ def test_a_directory_that_cannot_be_written_is_a_one_line_error(tmp_path: Path) 
 
 
 def test_a_full_disk_leaves_no_incomplete_lease_behind(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would look like a holder of unknown state, and others would wait for it."""
+    """An incomplete file would look like a holder of unknown state, and others would wait for it."""
 
     def full(fd: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -351,7 +351,7 @@ def test_a_full_disk_leaves_no_incomplete_lease_behind(directory: Path, monkeypa
 
 
 def test_a_lease_released_on_a_full_disk_is_free_at_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no room for a new file. A holder that lives on would block all processes, including itself."""
+    """The disk has no room for a new file. A holder that lives on would block all processes, including itself."""
 
     def full(fd: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -445,7 +445,7 @@ def test_submission_removes_an_earlier_ones_leftovers(directory: Path) -> None:
 
 @pytest.mark.parametrize("leftover", ["metrics.jsonl.tmp-lease-00000001-7-7", "00000001.json"])
 def test_unsweepable_leftover_blocks_the_lease(leftover: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It might belong to a process that wakes up and renames it, or takes its number for the highest.
+    """The file might belong to a process that wakes up and renames it, or takes its number for the highest.
 
     The latter can happen where a network file system shows an old list of the numbers.
     """
@@ -571,7 +571,7 @@ def test_a_command_that_only_looks_sees_whether_a_holder_lives(tmp_path: Path) -
     assert not watcher.is_alive(tmp_path / "lease")
 
 
-def test_the_number_after_eight_nines_is_one_more(tmp_path: Path) -> None:
+def test_lease_numbers_continue_after_eight_nines(tmp_path: Path) -> None:
     """A process that can write there must not be able to stop a run for good by a high number."""
     (tmp_path / "99999999.beat").write_text('1 {"carried": true}')
     for name in ("99999999.json", "9" * 19 + ".json", "\u00b2.json"):

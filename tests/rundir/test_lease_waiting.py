@@ -147,7 +147,7 @@ def test_a_superseded_command_does_not_freeze_its_config(tmp_path: Path, monkeyp
 
 
 def test_command_makes_nothing_in_place_of_a_moved_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was suspended for longer than others wait for it. It does not blame the disk either."""
+    """Suspend the command for longer than others wait for it. Its message does not blame the disk either."""
     job = compose([f"run.dir={tmp_path / 'run'}"])
 
     def moved() -> dict[str, object]:
@@ -161,7 +161,7 @@ def test_command_makes_nothing_in_place_of_a_moved_run(tmp_path: Path, monkeypat
 
 
 def test_a_superseded_command_does_not_call_a_run_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its exit status says that another process has finished the run."""
+    """The exit status says that another process has finished the run."""
     job = compose([f"run.dir={tmp_path / 'run'}"])
     run = RunDir(tmp_path / "run")
 

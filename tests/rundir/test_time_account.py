@@ -165,7 +165,7 @@ def test_an_attempt_that_left_nothing_gets_no_invented_account(tmp_path: Path) -
     ],
 )
 def test_the_duration_of_an_attempt_is_its_own_count(line: dict[str, Any], seconds: float | None) -> None:
-    """It determines the rate of kills, from which an adaptive cadence follows."""
+    """The duration determines the rate of kills, from which an adaptive cadence follows."""
     assert lived_s(line) == seconds
 
 

@@ -271,7 +271,7 @@ def test_the_name_of_a_metric_may_contradict_its_mode(metric: str | None, mode: 
 
 @pytest.mark.slow
 def test_a_run_that_was_evaluated_otherwise_is_refused(tmp_path: Path) -> None:
-    """Its results cannot be compared with those of the other trials."""
+    """Such results cannot be compared with those of the other trials."""
     job = plan(LR, "eval.batches=1", f"run.root={tmp_path}").first
     other = plan(LR, "eval.batches=2", f"run.root={tmp_path}").first
     assert job.run_dir == other.run_dir

@@ -124,7 +124,7 @@ def test_only_the_end_of_a_file_is_read(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("code", [None, errno.EXDEV, errno.ENOSYS])
-def test_the_beginning_of_a_file_becomes_another_file(
+def test_the_beginning_of_a_file_is_copied_to_another_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None
 ) -> None:
     """Include kernels that do not copy. Later writes come after the copy."""
@@ -430,7 +430,7 @@ def test_a_new_file_is_new_and_has_the_usual_mode(tmp_path: Path) -> None:
 
 
 def test_an_access_list_is_seen(tmp_path: Path) -> None:
-    """It may let others write where the mode of the file does not."""
+    """An access list may let others write where the mode of the file does not."""
     path = tmp_path / "config.yaml"
     path.write_text("")
     assert not files.has_access_list(path)

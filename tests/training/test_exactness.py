@@ -124,7 +124,7 @@ def test_vector_kernels_are_chosen_before_a_second_thread(tries: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_compiled_run_with_two_threads_is_exact_after_a_kill(tmp_path: Path) -> None:
-    """Its backward pass used to add from both threads in any order: two runs differed within a few steps."""
+    """The backward pass used to add from both threads in any order: two runs differed within a few steps."""
     tiny = [entry for entry in TINY if not entry.startswith(("run.threads", "data.sequence_length"))]
     common = [*tiny, PACED, "run.threads=2", "train.compile=true", "train.steps=16", "eval.every_steps=8"]
     common += ["train.batch_size=32", "checkpoint.every_steps=5"]

@@ -80,8 +80,8 @@ def test_the_state_is_foreseen_and_nothing_is_changed(kind: Any, options: dict[s
     assert measured(model, optimizers, averaged=False) == foreseen
 
 
-def test_an_optimizer_of_the_users_own_is_not_tried_out() -> None:
-    """It may keep more than its state, which is known only after its first step."""
+def test_a_users_optimizer_is_not_tried_out() -> None:
+    """Such an optimizer may keep more than its state, which is known only after its first step."""
     model = Tied()
     optimizers = with_optimizer(model, Patient, lr=0.1, momentum=0.9)
     found = measured(model, optimizers, averaged=False)

@@ -182,7 +182,7 @@ def test_other_settings_of_the_optimizer_keep_its_state(trunk: Path, tmp_path: P
 def test_another_optimizer_begins_without_a_state(
     trunk: Path, tmp_path: Path, change: list[str], difference: str
 ) -> None:
-    """It prints a warning, follows its schedule from the step of the fork on, and repeats after kills."""
+    """The branch prints a warning, follows its schedule from the step of the fork on, and repeats after kills."""
     fork = ["fork", "o/trunk", "--step", "4", *change]
     output = run(tmp_path, *fork, "run.dir=o/branch")
     assert "warning: the optimizer begins without a state: it was " + difference in output
@@ -273,7 +273,7 @@ def test_streams_own_samplers_epochs_and_callbacks(tmp_path: Path) -> None:
     assert of_steps(tmp_path / "o/callbacks-branch", "calls")[STEPS] == STEPS + 100  # an evaluation counts 100
 
 
-def test_two_at_once(trunk: Path, tmp_path: Path) -> None:
+def test_two_fork_commands_at_once_make_one_branch(trunk: Path, tmp_path: Path) -> None:
     """The same command twice at once makes one branch. Different commands do not block each other."""
     preload()
     from forked import fork

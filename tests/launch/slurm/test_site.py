@@ -30,7 +30,7 @@ def test_jobs_that_sbatch_queues_are_submitted(cluster: Cluster, tmp_path: Path)
         cluster.run("scancel", job.job_id)
 
 
-def test_a_job_that_has_come_to_the_id_of_ours_is_not_ours(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_with_a_reused_id_is_not_ours(cluster: Cluster, tmp_path: Path) -> None:
     job = Job(tmp_path / "run", SHORT, cluster=cluster)
     held = "+launcher.additional.hold=true"
     ours = job.submit(held)
