@@ -92,7 +92,7 @@ def composer(folder: Path, config_dirs: tuple[str, ...]) -> Composer:
 
 
 def errors_of(command: Command, folder: Path) -> list[str]:
-    """The errors of composing a command's jobs."""
+    """Return the errors of composing a command's jobs."""
     words = command.words
     dirs = tuple(words[i + 1] for i, word in enumerate(words) if word == "--config-dir")
     composing, searching = composer(folder, dirs), TrialComposer([folder / each for each in dirs])

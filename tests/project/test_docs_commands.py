@@ -22,7 +22,7 @@ __all__ = ["slurm"]
 
 
 def shown(page: str, beginning: str) -> str:
-    """The block of a page that begins so."""
+    """Return the block of a page that begins with `beginning`."""
     return next(block.text for block in docs_pages.blocks(ROOT / "docs" / page) if block.text.startswith(beginning))
 
 
@@ -64,7 +64,7 @@ def branch(folder: Path, printed: str) -> None:
 
 def which_run(_: Path, printed: str) -> None:
     def runs(text: str) -> list[str]:
-        """The lines about runs, without the hash, which every new setting changes."""
+        """Return the lines about runs without the hash, which every new setting changes."""
         return [re.sub(r"-[0-9a-f]{8}:", ":", line) for line in text.splitlines() if line.startswith("outputs/smoke")]
 
     expected = runs(shown("which-run.md", "$ "))

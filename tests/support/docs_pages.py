@@ -66,7 +66,7 @@ class Command:
 
 
 def blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page, in order."""
+    """Return the fenced blocks of a page in order."""
     found = []
     for marks, language, text in BLOCK.findall(page.read_text()):
         told = dict(re.findall(r"<!-- test: (skip|status|after|with)[, ]+(.*?) -->", marks))
@@ -83,12 +83,12 @@ def named(page: Path) -> str:
 
 
 def python(page: Path) -> str:
-    """The Python of a page, as one program."""
+    """Return the Python of a page as one program."""
     return "\n".join(block.text for block in blocks(page) if block.language == "python" and not block.skip)
 
 
 def given(page: Path) -> list[Block]:
-    """The blocks of a page with commands that a test can give; of a console without its answers."""
+    """Return the blocks with commands that a test can run. Output is removed from console blocks."""
     found = []
     for block in blocks(page):
         if block.language == "console":
@@ -120,7 +120,7 @@ def give(text: str, folder: Path, status: int = 0, extra: str = "") -> None:
 
 
 def _words_of_runner(line: str) -> list[str] | None:
-    """The arguments of a line that is a command of the runner; None if it needs a shell, or is `chaos`, which kills."""
+    """Return the arguments of a runner command. None if the line needs a shell, or is `chaos`, which kills."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     words = list(lexer)
@@ -137,7 +137,7 @@ def _environment(**variables: str) -> dict[str, str]:
 
 
 def _shell(text: str, folder: Path) -> int:
-    """The exit status of a command line; what it prints is that of this process."""
+    """Run a command line in a shell that prints to this process's output. Return its exit status."""
     words = ["bash", "-o", "pipefail", "-c", text]
     status = subprocess.run(words, cwd=folder, env=_environment(), timeout=1500, check=False).returncode
     # A shell replaces itself by its last command: a signal that ended that is told apart from a status here alone.
@@ -173,7 +173,7 @@ def commands(page: Path) -> Iterator[Command]:
 
 
 def modules(page: Path) -> dict[str, str]:
-    """The Python blocks of a page that begin with the name of their file, by that name."""
+    """Return the Python blocks of a page that begin with a file name, by that name."""
     texts = (block.text for block in blocks(page) if block.language == "python")
     return {found[1]: text for text in texts if (found := re.match(r"# (\w+\.py)\n", text))}
 
@@ -185,20 +185,20 @@ def folder(page: Path) -> Path:
 
 
 def links(page: Path) -> list[str]:
-    """The targets of a page's links to other files of the project."""
+    """Return the targets of a page's links to other files of the project."""
     prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     targets = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", prose))
     return [target for target in targets if not re.match(r"[a-z]+:", target)]
 
 
 def anchors(page: Path) -> set[str]:
-    """The names by which the headings of a page can be linked to."""
+    """Return the anchors of a page's headings."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def inline_code(page: Path) -> list[str]:
-    """What stands in backticks in the running text."""
+    """Return the code in backticks in a page's prose."""
     prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     return re.findall(r"`([^`\n]+)`", prose)
