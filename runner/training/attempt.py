@@ -492,7 +492,9 @@ class _Attempt:
         else:
             where = f"saved at step {saved}" if step else "stopped before the first step"
         signal = STOP.name or "a signal to another rank"
-        _print(f"{cause} ({signal}): {where}; rerun the command to resume")
+        restarts = job.auto_restarts and log.status.get("state") == "requeued"
+        then = "the requeued job resumes it" if restarts else "rerun the command to resume"
+        _print(f"{cause} ({signal}): {where}; {then}")
         return ExitStatus.INTERRUPTED
 
     def _saved(self) -> int | None:

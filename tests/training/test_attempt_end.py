@@ -265,7 +265,13 @@ def test_disk_error_at_checkpoints_makes_no_crash_of_a_signal(
     assert printed.err == ""
 
 
-def test_signal_before_a_resumed_run_trains_leaves_it_saved(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("restarts", "then"), [(False, "rerun the command to resume"), (True, "the requeued job resumes")]
+)
+def test_signal_before_a_resumed_run_trains_leaves_it_saved(
+    run: RunDir, capsys: pytest.CaptureFixture[str], restarts: bool, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TinyJob, "auto_restarts", restarts)
     job = TinyJob(1)
     job.early_signal = signal.SIGTERM
     with tiny_attempts() as patch:
@@ -273,7 +279,7 @@ def test_signal_before_a_resumed_run_trains_leaves_it_saved(run: RunDir, capsys:
         assert training_attempt.attempt(run.path, TinyJob(0)) == ExitStatus.FINISHED
         with training_to(2 * STEPS):
             assert training_attempt.attempt(run.path, job) == ExitStatus.INTERRUPTED
-    assert f": saved at step {STEPS}; rerun the command to resume" in capsys.readouterr().out
+    assert f": saved at step {STEPS}; {then}" in capsys.readouterr().out
 
 
 def test_the_verdict_is_recorded_before_the_process_may_be_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
