@@ -97,4 +97,12 @@ def inexact(config: Config, device: torch.device, now: RunState, before: RunStat
             "that this run was trained with, so it draws other random numbers and adds in another order: set "
             f"train.batch_size={shape_before.batch_size}"
         )
+    if not (shape.micro_batches or shape_before.micro_batches) and (
+        shape.global_batch_size != shape_before.global_batch_size
+    ):
+        found.append(
+            f"the global batch changes from {shape_before.global_batch_size} to {shape.global_batch_size} samples, and so "
+            "does every step from here on: keep ranks x train.batch_size x train.grad_accum_steps at "
+            f"{shape_before.global_batch_size}"
+        )
     return found

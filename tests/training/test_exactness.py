@@ -57,7 +57,8 @@ EQUAL, DEALT = BatchShape(0, 2, 8, 3), BatchShape.dealt(0, 2, 8, 6)
         (DEALT, BatchShape.dealt(0, 2, 4, 12), ["set train.batch_size=4"]),
         (EQUAL, DEALT, ["set train.global_batch_size=48"]),
         (DEALT, EQUAL, ["was not rank-invariant so far"]),
-        (EQUAL, BatchShape(0, 4, 8, 3), []),
+        (EQUAL, BatchShape(0, 4, 8, 3), ["the global batch changes from 96 to 48"]),
+        (EQUAL, BatchShape(0, 3, 8, 2), []),
     ],
 )
 def test_another_way_to_split_a_step_is_a_warning(
