@@ -101,8 +101,8 @@ def inexact(config: Config, device: torch.device, now: RunState, before: RunStat
         shape.global_batch_size != shape_before.global_batch_size
     ):
         found.append(
-            f"the global batch changes from {shape_before.global_batch_size} to {shape.global_batch_size} samples, and so "
-            "does every step from here on: keep ranks x train.batch_size x train.grad_accum_steps at "
+            f"the global batch changes from {shape_before.global_batch_size} to {shape.global_batch_size} samples, and "
+            "with it every step from here on: keep ranks x train.batch_size x train.grad_accum_steps at "
             f"{shape_before.global_batch_size}"
         )
     return found

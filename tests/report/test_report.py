@@ -407,6 +407,9 @@ def test_setting_never_shares_the_name_of_a_column(tmp_path: Path, report: Repor
     words = shown.splitlines()[0].split()
     assert sorted(words) == sorted("run state step lr train.loss loss best at step".split())
     assert "train.loss  runs  left out  loss" in shown
+    runs = [tmp_path / "outputs" / f"run{number}" for number in (1, 2)]
+    (tmp_path / "outputs" / "report.html").unlink()
+    report(runs[0], str(runs[1]))  # beside the runs, not in the first
     names = page_data(tmp_path / "outputs" / "report.html")["short"]
     assert names == {"train.loss": "train.loss", "callbacks.slow.step": "slow.step", "optimizer.lr": "lr"}
 

@@ -51,7 +51,9 @@ def parser() -> Parser:
     made.add_argument(
         "--mode", choices=("min", "max"), help="whether less or more of --metric is better, where its name does not say"
     )
-    made.add_argument("--html", type=Path, metavar="FILE", help="the page (default: report.html in DIR)")
+    made.add_argument(
+        "--html", type=Path, metavar="FILE", help="the page (default: report.html in DIR, or beside several DIRs)"
+    )
     made.add_argument("--json", action="store_true", help="print JSON; the page is written only with --html")
     made.add_argument(
         "--csv",
@@ -135,7 +137,7 @@ def _show_report(roots: Sequence[Path], options: Any, every_s: float | None = No
     if options.html or not printed:
         refresh_s = every_s if _to_come(runs) else None
         html = page(runs, _title(roots), metric, options.by, by, refresh_s=refresh_s, searches=searches)
-        written[options.html or roots[0] / "report.html"] = html
+        written[options.html or _folder(roots) / "report.html"] = html
     for path, content in written.items():
         _write(path, content)
     if options.json:
@@ -197,6 +199,12 @@ def read_searches(roots: Sequence[Path]) -> list[dict[str, Any]]:
             continue
         found.append({"name": path.name, "summary": summary(rules, journal), **search_data(rules, journal)})
     return found
+
+
+def _folder(roots: Sequence[Path]) -> Path:
+    """Return the directory for the page: the one that was named, or the parent that several have in common."""
+    parents = {root.parent for root in roots}
+    return roots[0].parent if len(roots) > 1 and len(parents) == 1 else roots[0]
 
 
 def _title(roots: Sequence[Path]) -> str:
