@@ -1,6 +1,6 @@
-"""Order data and load it in PyTorch, and resume exactly on any number of ranks, workers and batches.
+"""Order and load data in PyTorch, and resume exactly with any number of ranks, workers and batches.
 
-The names below are imported on first use, so that `import exactdata` does not import torch.
+The names below are loaded on first use, so that `import exactdata` does not import torch.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0+clone"  # not on any index: an index takes no version with a +
+__version__ = "0.1.0+clone"  # The package is on no index, and an index refuses versions with a +.
 
 if TYPE_CHECKING:
     from exactdata.datasets import MixtureDataset

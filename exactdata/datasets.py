@@ -1,9 +1,9 @@
 """Map-style datasets: fixed-length samples from arrays of tokens, and mixtures of several sources.
 
 A *source* is a dataset with a name. A token *sample* is a dict of `input_ids` and `labels`, int64 tensors of shape
-(T,), where the label of a token is the next token. In a *collated* dataset (`collated = True`), `__getitems__(indices)`
-returns a finished batch, a dict of tensors of shape (B, ...), at the cost of one numpy gather. Any other map-style
-dataset works as well, sample by sample.
+(T,), where the label of a token is the next token. A dataset is *collated* (`collated = True`) if its
+`__getitems__(indices)` returns a finished batch, a dict of tensors of shape (B, ...), from a single numpy gather. Any
+other map-style dataset also works, and is read sample by sample.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Batch = dict[str, Tensor]
 
 
 class TokenArray:
-    """One 1-D array of tokens, in memory or memory-mapped, and its samples of `sequence_length` tokens.
+    """A 1-D array of tokens, in memory or memory-mapped, read as samples of `sequence_length` tokens.
 
-    A memory map is pickled as its path and reopened, so that worker processes share its pages instead of receiving a
-    copy.
+    A memory map is pickled as its path and reopened, so that worker processes share its memory pages and do not receive
+    copies.
     """
 
     def __init__(self, tokens: Tokens, sequence_length: int) -> None:
@@ -50,10 +50,11 @@ class TokenArray:
     def _set(self, tokens: Tokens) -> None:
         self.tokens = tokens
         self.samples = max(0, (len(tokens) - 1) // self.sequence_length)
-        # np.ndarray is cheaper to index than its subclass np.memmap, which stays alive as its base.
+        # A plain np.ndarray is cheaper to index than its subclass np.memmap. Its `base` keeps the np.memmap alive.
         plain = tokens.view(np.ndarray)
         step = plain.strides[0] if plain.ndim else 0
-        # Row i covers tokens [i*T, i*T + T]: gathering rows is one call, four times as fast as an index matrix.
+        # Row i covers tokens [i*T, i*T + T]. Gathering rows is a single call, four times as fast as using an index
+        # matrix.
         self.windows: Tokens = np.lib.stride_tricks.as_strided(
             plain,
             shape=(self.samples, self.sequence_length + 1),
@@ -72,7 +73,7 @@ class TokenArray:
         self._set(open_map(**state["map"]) if "map" in state else state["tokens"])
 
     def fingerprint(self) -> dict[str, Any]:
-        """Identify the array cheaply: by length, dtype and a checksum of the first and last 2,048 tokens."""
+        """Return a fingerprint that is cheap to compute: length, dtype, and a checksum of both ends."""
         ends = np.concatenate([self.tokens[:2048], self.tokens[-2048:]])
         return {
             "tokens": len(self.tokens),
@@ -82,13 +83,13 @@ class TokenArray:
 
 
 def describe(tokens: Tokens) -> str:
-    """Return the file name of a memory map, or "tokens in memory"."""
+    """Return the file name of a memory map, or "tokens in memory" for any other array."""
     name = getattr(tokens, "filename", None)
     return str(name) if name else "tokens in memory"
 
 
 def map_arguments(tokens: Tokens) -> dict[str, Any] | None:
-    """Return the arguments for `open_map` to reopen the same part of the same file; None if that is impossible."""
+    """Return the arguments with which `open_map` reopens the same part of the same file, or None if it cannot."""
     if not isinstance(tokens, np.memmap) or getattr(tokens, "filename", None) is None or tokens.mode == "c":
         return None
     root: Any = tokens
@@ -96,7 +97,7 @@ def map_arguments(tokens: Tokens) -> dict[str, Any] | None:
         root = root.base
     if not isinstance(root.base, mmap.mmap) or tokens.strides != root.strides:
         return None
-    # Every slice of a map has the `offset` of the whole map, so the distance is taken from the addresses.
+    # Every slice of a memory map reports the `offset` of the full map, so the distance is computed from the addresses.
     behind = tokens.__array_interface__["data"][0] - root.__array_interface__["data"][0]
     return {
         "path": str(tokens.filename),
@@ -107,7 +108,7 @@ def map_arguments(tokens: Tokens) -> dict[str, Any] | None:
 
 
 def open_map(path: str, dtype: str, offset: int, count: int) -> Tokens:
-    """Memory-map `count` numbers of `dtype` from byte `offset` of `path`, read-only.
+    """Memory-map `count` numbers of type `dtype` in `path`, starting at byte `offset`, read-only.
 
     Raises:
         DataError: the file is missing, or shorter than before.
@@ -121,8 +122,8 @@ def open_map(path: str, dtype: str, offset: int, count: int) -> Tokens:
 class TokenDataset(Dataset[Batch]):
     """Samples of `sequence_length` tokens with next-token labels, from one or more arrays of tokens.
 
-    Sample i of an array covers its tokens [i*T, i*T + T], so that an array of n tokens has (n - 1) // T samples and
-    every token has a label. A sample never crosses from one array into the next.
+    Sample i of an array covers its tokens [i*T, i*T + T], both ends included. An array of n tokens therefore has (n -
+    1) // T samples, and every token has a label. No sample spans two arrays.
 
     Example:
         ```python
@@ -140,12 +141,12 @@ class TokenDataset(Dataset[Batch]):
     Args:
         tokens: a 1-D integer array or memory map, or a sequence of them.
         sequence_length: T, at least 1.
-        vocab_size: raise an error when a token outside [0, vocab_size) is fetched (opening reads no tokens). None: do
-            not check.
-        name: name of this source in errors, for arrays in memory.
+        vocab_size: fetching a token outside [0, vocab_size) raises an error. Tokens are checked when they are fetched,
+            not when the dataset is opened. If None, they are not checked.
+        name: name of this source in error messages, used for arrays in memory.
 
     Raises:
-        DataError: an array does not consist of integers in one dimension, or no array is long enough for one sample.
+        DataError: an array is not a 1-D integer array, or no array is long enough for one sample.
     """
 
     collated = True
@@ -178,19 +179,19 @@ class TokenDataset(Dataset[Batch]):
             )
         kinds = {array.tokens.dtype for array in self.arrays}
         self.dtype: np.dtype[Any] = kinds.pop() if len(kinds) == 1 else np.dtype(np.int64)
-        # Whether tokens of this type can be outside the vocabulary at all.
+        # Tokens are compared with the vocabulary only if their type can hold values outside it.
         limits = np.iinfo(self.dtype)
         self._check_high = vocab_size is not None and limits.max >= vocab_size
         self._check_low = vocab_size is not None and limits.min < 0
 
     @property
     def tokens_per_sample(self) -> int | None:
-        """Return T, for the metrics; None if a subclass overrides `__getitems__`, because it may pad."""
+        """Return T, for the metrics, or None if a subclass overrides `__getitems__` (samples may be padded)."""
         return self.sequence_length if is_plain_tokens(self) else None
 
     @property
     def prefetch(self) -> str | None:
-        """Return `thread`, since no sample is random; None if a subclass overrides `__getitems__`."""
+        """Return `thread`, because samples are not random, or None if a subclass overrides `__getitems__`."""
         return "thread" if is_plain_tokens(self) else None
 
     def __len__(self) -> int:
@@ -221,7 +222,7 @@ class TokenDataset(Dataset[Batch]):
         """Return the T + 1 tokens of each sample, in the dtype of the arrays.
 
         Args:
-            indices: int64 of shape (B,), within [0, len): not checked.
+            indices: int64 of shape (B,). They must be in [0, len), which is not checked.
 
         Returns:
             Tokens of shape (B, T + 1).
@@ -270,9 +271,9 @@ class TokenDataset(Dataset[Batch]):
 class MixtureDataset(Dataset[Any]):
     """Concatenate named sources: index i of the mixture is index i - cumulative_sizes[s] of source s.
 
-    A sample that is a dict gets `dataset_idx`, the number of its source; any other sample becomes
-    (sample, dataset_idx). If every source is collated, so is the mixture: a batch is gathered source by source and
-    restored to the requested order, with `dataset_idx` as an int64 tensor of shape (B,).
+    A sample that is a dict gets a key `dataset_idx`, the number of its source. Any other sample becomes a tuple
+    (sample, dataset_idx). If every source is collated, the mixture is too. It then gathers a batch source by source,
+    restores the requested order, and adds `dataset_idx` as an int64 tensor of shape (B,).
 
     Example:
         ```python
@@ -291,19 +292,19 @@ class MixtureDataset(Dataset[Any]):
 
     Args:
         datasets: map-style datasets.
-        names: a unique name for each; weights and phases refer to sources by name.
-        tagged: whether samples name their source. False: samples are returned as their sources return them, and a
+        names: a unique name for each dataset. Weights and phases refer to sources by name.
+        tagged: whether to add `dataset_idx` to samples. If False, samples are returned unchanged, and a
             `StatefulDataLoader` adds `dataset_idx` to each batch that is a dict.
-        gathers: False: also fetch collated sources sample by sample.
+        gathers: if False, fetch sample by sample even from collated sources.
 
     Attributes:
         cumulative_sizes: [0, n_0, n_0 + n_1, ...].
         collated: whether `__getitems__` returns finished batches.
-        marks_batches: whether the loader has to call `mark`.
+        marks_batches: whether the loader must call `mark` on each batch.
 
     Raises:
-        DataError: no sources, a different number of names, a duplicate name, or a source that is empty or has no
-            length.
+        DataError: there are no sources, the numbers of sources and names differ, a name is repeated, or a source is
+            empty or has no length.
     """
 
     def __init__(
@@ -327,7 +328,7 @@ class MixtureDataset(Dataset[Any]):
         self.cumulative_sizes: list[int] = [0, *np.cumsum(sizes).tolist()]
         self._starts = np.asarray(self.cumulative_sizes, dtype=np.int64)
         lengths = {d.sequence_length if is_plain_tokens(d) else None for d in self.datasets}
-        # Tokens of several sources are gathered in their narrow dtype and widened to int64 once, all together.
+        # Tokens from several sources are gathered in their narrow dtype, then widened to int64 in a single conversion.
         self._sequence_length = lengths.pop() if len(lengths) == 1 else None
         kinds = {d.dtype for d in self.datasets} if self._sequence_length is not None else set()
         self._dtype: np.dtype[Any] = kinds.pop() if len(kinds) == 1 else np.dtype(np.int64)
@@ -341,7 +342,7 @@ class MixtureDataset(Dataset[Any]):
         return self.cumulative_sizes[-1]
 
     def locate(self, indices: I64) -> I64:
-        """Return the number of the source of each index.
+        """Return, for each index, the number of the source it belongs to.
 
         Raises:
             IndexError: an index is not in [0, len).
@@ -362,17 +363,17 @@ class MixtureDataset(Dataset[Any]):
         return sample, source
 
     def mark(self, batch: Any, indices: Sequence[int]) -> Any:
-        """Add `dataset_idx` (int64 of shape (B,)) to `batch` if it is a dict, and return it."""
+        """Add `dataset_idx` (int64 of shape (B,)) to `batch` if the batch is a dict, and return the batch."""
         if isinstance(batch, dict):
             batch["dataset_idx"] = torch.from_numpy(self.locate(np.asarray(indices, dtype=np.int64)))
         return batch
 
     @property
     def __getitems__(self) -> Callable[[Sequence[int] | I64], Batch]:
-        """Fetch a batch of indices of shape (B,).
+        """Fetch the samples at the given indices, of shape (B,), as a batch.
 
-        Exists only if `collated`. Otherwise a loader must fetch sample by sample, so that `exactdata.sample_rng` knows
-        which sample is being fetched.
+        The attribute exists only if `collated` is true. Otherwise loaders must fetch sample by sample, so that
+        `exactdata.sample_rng` knows which sample is being fetched.
         """
         if not self.collated:
             raise AttributeError("a mixture with a source that is not collated has no __getitems__")
@@ -392,7 +393,7 @@ class MixtureDataset(Dataset[Any]):
         return batch
 
     def _gather(self, wanted: I64, sources: I64, sequence_length: int) -> Tokens:
-        """Return windows of tokens of shape (B, T + 1), where all sources are token datasets."""
+        """Return windows of tokens of shape (B, T + 1). All sources must be token datasets."""
         windows: Tokens | None = None
         for source in np.flatnonzero(np.bincount(sources)).tolist():
             rows = np.flatnonzero(sources == source)
@@ -432,7 +433,7 @@ class MixtureDataset(Dataset[Any]):
         return DataError(f"source {self.names[source]!r}: {error}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the sources as `dataset_0`, `dataset_1`, ..., with {} for a source without state."""
+        """Return the states of the sources as `dataset_0`, `dataset_1`, ...; a source without a state has {}."""
         return {
             f"dataset_{source}": dataset.state_dict() if is_stateful(dataset) else {}
             for source, dataset in enumerate(self.datasets)
@@ -442,7 +443,7 @@ class MixtureDataset(Dataset[Any]):
         """Restore the states of the sources.
 
         Raises:
-            DataError: the state was saved with another number of sources.
+            DataError: the state was saved with a different number of sources.
         """
         keys = [f"dataset_{source}" for source in range(len(self.datasets))]
         if sorted(state) != sorted(keys):
@@ -455,7 +456,7 @@ class MixtureDataset(Dataset[Any]):
                 dataset.load_state_dict(state[key])
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the size and, if there is one, the fingerprint of each source by name; JSON-serializable."""
+        """Return a JSON-serializable mapping of source names to sizes and, where available, fingerprints."""
         return {
             name: {"samples": len(dataset), **(dataset.fingerprint() if hasattr(dataset, "fingerprint") else {})}
             for name, dataset in zip(self.names, self.datasets, strict=True)
@@ -464,8 +465,8 @@ class MixtureDataset(Dataset[Any]):
 
 def check_bounds(indices: I64, size: int, what: str) -> None:
     """Raise IndexError unless all `indices` are in [0, size)."""
-    # A negative index is a huge unsigned number, so one comparison finds both kinds. `argmax` takes half the time of
-    # `max`.
+    # As an unsigned number, a negative index is huge, so a single comparison detects both errors. `argmax` takes half
+    # the time of `max`.
     unsigned = indices.view(np.uint64)
     if len(indices) and unsigned.item(unsigned.argmax()) >= size:
         bad = next(int(index) for index in indices if not 0 <= index < size)
@@ -503,5 +504,5 @@ def is_plain_tokens(dataset: Any) -> bool:
 
 
 def collate(samples: Any) -> Any:
-    """Keep a finished batch and collate anything else: a `collate_fn` for torch's DataLoader over these datasets."""
+    """Collate samples, but return a finished batch unchanged. Use it as `collate_fn` of torch's DataLoader."""
     return samples if isinstance(samples, dict) else default_collate(samples)

@@ -1,10 +1,11 @@
-"""ElasticSampler: the same global sequence of samples for any number of ranks, batches and workers.
+"""Provide ElasticSampler, whose global sequence of samples is the same for any number of ranks, batches and workers.
 
-The sequence is `exactdata.order.sequence.ElasticSequence`. This module adds the part of one rank, the state, and
-changes during a run. Rank r of N takes positions start + r, start + r + N, ... A micro-batch of all ranks is therefore
-a range of positions, and the samples consumed between steps are exactly a prefix of the sequence.
+`exactdata.order.sequence.ElasticSequence` computes the sequence. This module selects the samples of one rank, saves and
+loads the state, and changes the order during a run. Rank r of N takes positions start + r, start + r + N, ... The
+micro-batches of all ranks therefore cover a contiguous range of positions, and after every step the samples consumed
+are exactly a prefix of the sequence.
 
-Does not import torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ _STATE = Record(
         "seal": text,
     }
 )
-_ORDER = Record(  # in the text of `order`
+_ORDER = Record(  # fields of the JSON text in `order`
     {
         "sizes": MapOf(whole()),
         "retired": ListOf(text),
@@ -84,19 +85,19 @@ _MESSAGE = (
     "the saved data order has {key} {value}; expected {allowed}: it was truncated or edited; use another checkpoint"
 )
 
-FIRST = 256  # samples in the first block
-MOST = 8192  # samples in a block; a larger block would not make a sample cheaper
+FIRST = 256  # number of samples in the first block
+MOST = 8192  # maximum samples in a block; larger blocks are no cheaper per sample
 
 
 @dataclass
 class Iteration:
-    """The progress of one iteration. Each iteration has its own, so an older iteration may be continued.
+    """The progress of one iteration. Iterations do not share it, so an older iteration can be continued.
 
     Attributes:
-        start: position at which the iteration began.
-        counted: samples of this rank before `start` that the loaded state has counted.
-        drawn: samples of this rank that were drawn.
-        follow: returns how many of the drawn samples the loader has yielded; None: all.
+        start: position in the order at which the iteration began.
+        counted: samples of this rank before `start` that the loaded state includes.
+        drawn: number of samples drawn for this rank.
+        follow: returns how many of the drawn samples the loader has yielded. If None, all of them.
     """
 
     start: int = 0
@@ -114,12 +115,12 @@ class Iteration:
 
 
 class ElasticIterator(Iterator[Any]):
-    """Draw one iteration. Implements `exactdata.loading.index_stream.ChangingIndices` for loaders that draw ahead.
+    """Iterate over the order once, as an `exactdata.loading.index_stream.ChangingIndices`.
 
     Args:
-        sampler: the sampler.
-        iteration: where the iteration begins.
-        draw: returns a generator of the items after the samples drawn so far.
+        sampler: the sampler to iterate over.
+        iteration: the progress of the iteration, with the position where it begins.
+        draw: returns a generator of the items that follow the samples drawn so far.
     """
 
     def __init__(
@@ -135,21 +136,21 @@ class ElasticIterator(Iterator[Any]):
 
     @property
     def version(self) -> int:
-        """Return a number that grows with every change of the order."""
+        """Return the version of the order. It grows with every change."""
         return self._sampler.order_version
 
     def follow(self, yielded: Callable[[], int]) -> None:
-        """Let changes begin after the samples that `yielded` returns, not after those that were drawn."""
+        """Apply changes after the samples that the loader has yielded, not after those drawn. `yielded` counts them."""
         self._iteration.follow = yielded
 
     def seek(self, samples: int) -> None:
-        """Continue after the first `samples` samples of the iteration."""
+        """Continue after the first `samples` samples of the iteration, counted on this rank."""
         self._iteration.drawn = samples
         self._items = self._draw(self._iteration)
 
 
 class ElasticSampler:
-    """Sample indices into the MixtureDataset of the sources, in an order that does not depend on ranks or batches.
+    """Sample indices into a MixtureDataset, in an order that does not depend on ranks or batches.
 
     Memory and start-up cost do not depend on the number of samples. Any position can be looked up directly.
 
@@ -173,37 +174,40 @@ class ElasticSampler:
         ```
 
     Args:
-        sizes: samples by source name, in the order of the MixtureDataset.
-        weights: by source name (every source; 0 leaves it out), or one per source in the order of `sizes`.
+        sizes: number of samples by source name, in the order of the MixtureDataset.
+        weights: a weight for every source, by name or in the order of `sizes`. Weight 0 excludes a source.
         global_batch_size: samples of one step over all ranks, a multiple of num_replicas. It does not affect the order.
-        num_replicas: number of ranks; None: the world size of torch.distributed, or 1.
-        rank: this rank; None: the rank in torch.distributed, or 0.
-        seed: seed of everything random in the order.
+        num_replicas: number of ranks. If None, the world size of torch.distributed, or 1 without it.
+        rank: this rank. If None, the rank in torch.distributed, or 0 without it.
+        seed: seed of the order.
         temperature: shares are proportional to weight^(1/temperature).
-        segments: planned changes of weights, as Segments, mappings, or tuples (start, weights, temperature). Sources
-            that a segment does not name keep their base weight.
-        max_epochs: cap on the epochs of a source, after which it is no longer drawn: one number for all sources, or
-            by name. The sampler ends when every source has reached its cap.
-        exclude: samples to leave out from now on: `NAME:INDEX`, `NAME:FIRST-LAST` or `positions:FIRST-LAST`, both ends
-            inclusive.
-        samples: end after this many samples of the run, counted over all ranks. It does not affect the order, and may
-            differ after a resume. Each rank gets the same number; the remainder is dropped.
-        epochs: `samples` as a multiple of the sizes of all sources with a positive weight; pass at most one of the two.
-        epoch_samples: samples of one pass, counted over all ranks. An iteration ends at the end of its pass, and
-            `set_epoch(e)` goes to position e * epoch_samples. It does not affect the order, and may differ after a
-            resume. Samples too few for all ranks come first in the next pass. None: the whole order is one pass.
-        shuffle: False: yield each source in its stored order, epoch after epoch. The interleaving stays the same.
-        allow_data_change: let `load_state_dict` accept a state that was saved with other weights, segments, caps or
-            sources. Samples already consumed stay as they are; this sampler's plan applies from there on.
+        segments: planned weight changes, as Segments, mappings, or tuples (start, weights, temperature). Sources that a
+            segment does not name have their weight from `weights`.
+        max_epochs: maximum epochs of a source, as one number for all sources or by name. A source at its cap is no
+            longer drawn, and the sampler ends when every source has reached its cap.
+        exclude: samples to skip from now on, as `NAME:INDEX`, `NAME:FIRST-LAST` or `positions:FIRST-LAST`. Both ends
+            are included.
+        samples: length of the run in samples, counted over all ranks. It does not affect the order, and may differ
+            after a resume. Each rank gets the same number of samples, and the remainder is dropped.
+        epochs: length of the run as a multiple of the total size of the sources with a positive weight. Pass at most
+            one of `samples` and `epochs`.
+        epoch_samples: length of one pass in samples, counted over all ranks. Each iteration yields one pass, and
+            `set_epoch(e)` moves to position e * epoch_samples. It does not affect the order, and may differ after a
+            resume. If too few samples for all ranks are left in a pass, they begin the next pass. If None, the complete
+            order is one pass.
+        shuffle: if False, yield each source in its stored order, epoch after epoch. Sources are interleaved as before.
+        allow_data_change: let `load_state_dict` accept a state that was saved with different weights, segments, caps or
+            sources. The new plan applies from the position in the state on.
 
     Attributes:
-        order: the `ElasticSequence`, with lookups of shares, keys and epochs at any position.
+        order: the `ElasticSequence`, which looks up shares, keys and epochs at any position.
         order_version: grows with every change of the order.
-        sizes: samples by source name.
-        limit: the position at which `samples` or `epochs` ends the sampler; None: only the order may end it.
+        sizes: number of samples by source name.
+        limit: the position at which `samples` or `epochs` ends the sampler. If None, the sampler ends only when the
+            order does.
 
     Raises:
-        SamplerError: unknown sources, invalid weights, or a global batch that the ranks cannot share evenly.
+        SamplerError: a source is unknown, a weight is invalid, or the ranks cannot share the global batch evenly.
     """
 
     def __init__(
@@ -243,11 +247,11 @@ class ElasticSampler:
                 f"epoch_samples {epoch_samples}: it must be at least {self.num_replicas}, one per replica"
             )
         self._position = 0  # where the next iteration starts, unless a skip is set
-        self._counted = 0, self.num_replicas  # samples per rank in the loaded state, and its ranks
+        self._counted = 0, self.num_replicas  # samples per rank that the loaded state includes, and its number of ranks
         self._iteration = Iteration()
         self._skip = 0
         self._fixed: tuple[ElasticSequence, dict[str, Any], str] | None = None  # see `_fixed_state`
-        self._retired: dict[str, int] = {}  # sizes of sources that the run had before
+        self._retired: dict[str, int] = {}  # sizes of sources that an earlier part of the run used
         self.order: ElasticSequence
         self.order_version = 0
         self._order_inputs: tuple[Any, ...] = ()
@@ -257,7 +261,7 @@ class ElasticSampler:
             self._set_order(self._plan.segments, excluded_from(self._plan.exclude, 0, self.order.key_ranges))
 
     def _limit_of(self, samples: int | None, epochs: float | None) -> int | None:
-        """Return the position at which `samples` or `epochs` ends the sampler; None: neither was passed."""
+        """Return the position at which `samples` or `epochs` ends the sampler, or None if neither was passed."""
         if samples is not None and epochs is not None:
             raise SamplerError(f"samples={samples!r} and epochs={epochs!r}: pass one of the two")
         if samples is not None:
@@ -275,28 +279,32 @@ class ElasticSampler:
     # --- iteration -------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin the next iteration at pass `epoch`, unless a loaded state is within that pass.
+        """Begin the next iteration at pass `epoch`, unless a loaded state is already within that pass.
 
-        Do nothing without `epoch_samples`: epochs then belong to the sources, and the order runs through them.
+        Has no effect without `epoch_samples`. In that case only sources have epochs, and an iteration spans many of
+        them.
 
         Raises:
-            SamplerError: `epoch` is not an integer of 0 or more.
+            SamplerError: `epoch` is not an integer >= 0.
         """
         if self.epoch_samples is not None and self.pass_of(self._position) != integer("epoch", epoch, 0):
             self._position, self._counted, self._skip = epoch * self.epoch_samples, (0, self.num_replicas), 0
 
     def pass_of(self, position: int) -> int:
-        """Return the pass, from 0, of samples from `position` on. A rest too small for all ranks is of the next."""
+        """Return the pass, from 0, of the samples from `position` on.
+
+        Samples at the end of a pass that are too few for all ranks belong to the next pass.
+        """
         return 0 if self.epoch_samples is None else (position + self.num_replicas - 1) // self.epoch_samples
 
     def set_skip(self, skip: int) -> None:
-        """Leave out the first `skip` samples of this rank, in the next iteration only.
+        """Skip the first `skip` samples of this rank, in the next iteration only.
 
-        After `load_state_dict`, `skip` includes the samples that the state counts. A loader that skips all samples it
-        has counted therefore does not skip the samples in the state twice.
+        After `load_state_dict`, `skip` includes the samples that the state already covers. A loader can therefore pass
+        every sample it has counted, and none is skipped twice.
 
         Raises:
-            SamplerError: a negative skip, or one that would lead to a position before 0.
+            SamplerError: the skip is negative, or leads to a position before 0.
         """
         skip = integer("skip", skip, 0)
         counted, replicas = self._counted
@@ -308,9 +316,9 @@ class ElasticSampler:
         self._skip = skip
 
     def __len__(self) -> int:
-        """Return the samples of this rank in the whole iteration, including those that a loaded state counts.
+        """Return the number of samples of this rank in a complete iteration, including those before a loaded state.
 
-        It is the same before and after a resume, as the progress bar of a training loop needs it.
+        The length is the same before and after a resume, so that progress bars stay correct.
 
         Raises:
             TypeError: the order is endless.
@@ -324,7 +332,7 @@ class ElasticSampler:
         return self._iteration.counted + max(0, stop - self._iteration.start) // self.num_replicas
 
     def samples_left_after(self, samples: int) -> int:
-        """Return how many samples this rank still gets after `samples` samples of the current iteration.
+        """Return how many samples are left for this rank after the first `samples` samples of the current iteration.
 
         Raises:
             TypeError: the order is endless.
@@ -332,7 +340,7 @@ class ElasticSampler:
         return len(self) - self._iteration.counted - samples
 
     def _stop(self, iteration: Iteration) -> int | None:
-        """Return the position at which an iteration ends; None: never."""
+        """Return the position at which an iteration ends, or None if it never ends."""
         ends = [end for end in (self.order.total, self.limit) if end is not None]
         if self.epoch_samples is not None:
             ends.append((self.pass_of(iteration.start) + 1) * self.epoch_samples)
@@ -342,11 +350,11 @@ class ElasticSampler:
         return ElasticIterator(self, self._start_iteration(), self._integers)
 
     def iter_batches(self, batch_size: int, drop_last: bool) -> Iterator[I64]:
-        """Yield the sequence of `__iter__` as arrays. Uses up the skip like `__iter__`.
+        """Yield the samples of `__iter__` in arrays. Like `__iter__`, apply the skip to this iteration only.
 
         Args:
             batch_size: samples per array, at least 1.
-            drop_last: leave out a shorter last array, at the end of a capped order.
+            drop_last: drop an incomplete last array, at the end of a capped order.
 
         Yields:
             Dataset indices, int64 of shape (batch_size,).
@@ -362,7 +370,7 @@ class ElasticSampler:
         return self._iteration
 
     def _remaining(self, iteration: Iteration, drawn: int) -> int:
-        """Return the number of samples that each rank still gets. Final positions too few for all ranks are dropped."""
+        """Return how many samples each rank still gets. Final samples that are too few for all ranks are dropped."""
         stop = self._stop(iteration)
         return ((END if stop is None else stop) - iteration.start) // self.num_replicas - drawn
 
@@ -376,7 +384,7 @@ class ElasticSampler:
     # --- lookups ---------------------------------------------------------------------------------
 
     def positions(self, first: int, count: int) -> I64:
-        """Return the positions in the run of this rank's samples [first, first + count) of the current iteration.
+        """Return the positions of this rank's samples [first, first + count), counted in the current iteration.
 
         Returns:
             int64 of shape (count,).
@@ -396,20 +404,21 @@ class ElasticSampler:
         return self.order.sample_keys(self.positions(first, count))
 
     def indices_at(self, positions: I64) -> I64:
-        """Return the dataset index of the sample at each position of the run, int64 of the same shape (count,)."""
+        """Return the dataset index of the sample at each position. Both arrays are int64 of shape (count,)."""
         return self.order.indices_at(positions)
 
     def locate(self, position: int | I64) -> tuple[Any, Any, Any]:
-        """Look up the sample at a position of the run.
+        """Look up the sample at a position in the order.
 
         Args:
             position: an integer, or integers of shape (count,).
 
         Returns:
-            Source name, index within the source, and epoch of the source; arrays of shape (count,) for an array.
+            Source name, index within the source, and epoch of the source. If `position` is an array, all three are
+                arrays of shape (count,).
 
         Raises:
-            SamplerError: not integers, or a position outside the order.
+            SamplerError: `position` is not an integer, or is outside the order.
         """
         ids, index, epochs = self.order.locate(np.atleast_1d(_integers("position", position)))
         if np.ndim(position) == 0:
@@ -417,19 +426,19 @@ class ElasticSampler:
         return np.array(self.order.names)[ids], index, epochs
 
     def find(self, source: Any, index: Any, epoch: Any) -> Any:
-        """Look up when a sample is consumed: the inverse of `locate`.
+        """Return the position at which a sample is consumed. This is the inverse of `locate`.
 
         Args:
             source: a source name, or names of shape (count,).
             index: index within the source, or an array.
-            epoch: epoch of the source, or an array. Scalars are broadcast.
+            epoch: epoch of the source, or an array. Scalars are broadcast against arrays.
 
         Returns:
-            The position in the run, or int64 positions of shape (count,); -1 for a sample that is never consumed: it is
-            excluded or capped, its source is no longer drawn, or it would come after position 2^62.
+            The position, or int64 positions of shape (count,). The position is -1 if the sample is never consumed,
+            because it is excluded or capped, its source is no longer drawn, or its position is above 2^62.
 
         Raises:
-            SamplerError: an unknown source, or an index or epoch that it does not have.
+            SamplerError: the source is unknown, or has no such index or epoch.
         """
         wanted = np.atleast_1d(source), _integers("index", index), _integers("epoch", epoch)
         if wanted[0].ndim > 1:
@@ -450,24 +459,25 @@ class ElasticSampler:
     # --- changes during a run --------------------------------------------------------------------
 
     def update_weights(self, weights: Weights, temperature: float = 1.0, *, position: int | None = None) -> None:
-        """Change weights and temperature from `position` on. Every source continues at its key.
+        """Change weights and temperature from `position` on. Every source continues with its next sample.
 
-        All ranks must make the same change at the same sample.
+        All ranks must make the same change after the same number of samples.
 
         Args:
-            weights: by source name (sources that are not named keep their base weight), or one per source.
+            weights: by source name, or one per source. Sources that are not named have their weight from the
+                constructor.
             temperature: shares are proportional to weight^(1/temperature).
-            position: where the change begins; default: the first position that the current iteration has not yielded
-                on any rank. Planned segments that begin later stay.
+            position: where the change begins. By default, the first position that the current iteration has not yielded
+                on any rank. Planned segments that begin later still apply.
 
         Raises:
-            SamplerError: invalid weights, or a position that was already yielded.
+            SamplerError: a weight is invalid, or `position` was already yielded.
         """
         at = self._first_changeable(position)
         segments = self.order.segments
         current = segment_at(segments, at)
         named = weights_by_name(weights, self.sizes, self._base.weights)
-        is_now = at == self._position_after(self._iteration.yielded)  # no other change can be inserted before it
+        is_now = at == self._position_after(self._iteration.yielded)  # no other change can come before this one
         if is_now and (named, temperature) == (current.weights, current.temperature):
             return
         segment = replace(current, start=at, weights=named, temperature=temperature)
@@ -476,14 +486,14 @@ class ElasticSampler:
         self._set_order(tuple(sorted(changed, key=lambda one: one.start)), self.order.exclusions)
 
     def exclude(self, texts: Iterable[str], *, position: int | None = None) -> None:
-        """Leave out more samples from `position` on.
+        """Exclude more samples from `position` on.
 
         Args:
-            texts: as the constructor's `exclude`. Positions refer to the order before this call.
+            texts: as `exclude` in the constructor. Positions refer to the order before this call.
             position: as for `update_weights`.
 
         Raises:
-            SamplerError: an invalid exclusion, or a position that was already yielded.
+            SamplerError: an exclusion is invalid, or `position` was already yielded.
         """
         at, selections = self._first_changeable(position), Selections.parse(texts)
         check_selections(selections, at, self.sizes)
@@ -491,7 +501,7 @@ class ElasticSampler:
         self._set_order(self.order.segments, self.order.exclusions + added)
 
     def _first_changeable(self, position: int | None) -> int:
-        """Return where a change begins: at `position`, or at the first position that was not yet yielded."""
+        """Return the position where a change begins: `position`, or if None, the first one not yet yielded."""
         reached = self._position_after(self._iteration.yielded)
         if position is None:
             return reached
@@ -503,7 +513,7 @@ class ElasticSampler:
         return position
 
     def _position_after(self, samples: int) -> int:
-        """Return the position after `samples` samples of each rank in the current iteration."""
+        """Return the position in the order after each rank has taken `samples` samples of the current iteration."""
         return self._iteration.start + samples * self.num_replicas
 
     def _set_order(
@@ -532,23 +542,23 @@ class ElasticSampler:
         return self.state_dict_at(self._iteration.yielded)
 
     def state_dict_at(self, samples: int) -> dict[str, Any]:
-        """Return the state after `samples` samples of each rank in the current iteration; JSON-serializable.
+        """Return the JSON-serializable state after `samples` samples of each rank in the current iteration.
 
-        It contains the global position, so no skip is needed after `load_state_dict`, on any number of ranks. A loader
-        that skips all samples it has counted reaches the same position, because the state also records how many samples
-        per rank it counts; see `set_skip`.
+        The state contains the global position, so no skip is needed after `load_state_dict`, on any number of ranks. It
+        also records the samples per rank up to that position. A loader that skips every sample it has counted therefore
+        reaches the same position; see `set_skip`.
         """
         fixed, digest = self._fixed_state()
         position, counted = self._position_after(samples), self._iteration.counted + samples
         if self.pass_of(position) != self.pass_of(self._iteration.start):
-            counted = 0  # the state is in the next pass
+            counted = 0  # the state belongs to the next pass
         return {**fixed, "position": position, "samples": counted, "seal": _seal(digest, position, counted)}
 
     def _fixed_state(self) -> tuple[dict[str, Any], str]:
-        """Return the part of a state that is the same at all samples, and its digest, made once for each order.
+        """Return the part of a state that does not depend on the position, and its digest. Cached for each order.
 
-        The order is packed into one text, without its segments if they equal the plan's. A state then costs the
-        same for any number of segments, and changing one state cannot change another.
+        The order is stored as one JSON string, without its segments if they equal the plan's. The cost of a state then
+        does not depend on the number of segments, and editing one state cannot change another.
         """
         if self._fixed is None or self._fixed[0] is not self.order:
             same = self.order.segments is self._plan.segments
@@ -575,8 +585,8 @@ class ElasticSampler:
         """Continue from a state saved with any number of ranks and any batch size.
 
         Raises:
-            SamplerStateError: the state is truncated or edited; it has another version, seed or source size; or its
-                weights, segments, caps or sources differ and `allow_data_change` is not set.
+            SamplerStateError: the state is truncated or edited, or has a different version, seed or source size. Also
+                if its weights, segments, caps or sources differ and `allow_data_change` is not set.
         """
         state = opened_state(state)
         for name, own in (("seed", self.seed), ("shuffle", self.shuffle)):
@@ -600,7 +610,7 @@ class ElasticSampler:
         self._adopt(state)
 
     def changes_from(self, state: Mapping[str, Any]) -> list[str]:
-        """List the differences between the plans of this sampler and of an `opened_state`, one message each."""
+        """List the differences between this sampler's plan and the plan in an `opened_state`, one message each."""
         known = set(state["sizes"]) - set(state["retired"])
         changes = [f"source {name!r} is new" for name in self.sizes if name not in known]
         changes += [f"source {name!r} is retired" for name in sorted(known) if name not in self.sizes]
@@ -632,23 +642,23 @@ def drawn_in_blocks(
     left_after: Callable[[int], int],
     positions: Callable[[int, int], I64],
 ) -> Iterator[I64]:
-    """Yield batches of indices, int64 of shape (batch_size,), looked up in blocks.
+    """Yield batches of indices, int64 of shape (batch_size,), and look them up in blocks.
 
-    A lookup is about a hundred numpy calls, which cost as much for 16 samples as for 500. Blocks begin small and grow,
-    so that neither the first batch nor a batch after a change waits for many others.
+    A lookup makes about a hundred numpy calls, which take as long for 16 samples as for 500. Blocks begin small and
+    grow, so that the first batch, and the first batch after a change, do not wait for a large block.
 
     Args:
-        sampler: the sampler; its order may change after any batch.
-        iteration: its `drawn` counts the samples that are yielded.
+        sampler: the sampler. Its order may change after any batch.
+        iteration: progress of the iteration. Its `drawn` grows with the samples yielded.
         batch_size: samples per batch.
-        drop_last: leave out a shorter last batch.
-        left_after: returns how many samples are left after a number of samples.
-        positions: returns the positions of the samples [first, first + count), from first and count.
+        drop_last: drop an incomplete last batch.
+        left_after: returns how many samples are left after a given number of samples.
+        positions: called with (first, count), returns the positions of samples [first, first + count).
     """
     ahead = FIRST
     while (left := left_after(iteration.drawn)) >= (batch_size if drop_last else 1):
         order, size = sampler.order, min(batch_size, left)
-        count = min(max(ahead // size, 1), left // size) * size  # whole batches
+        count = min(max(ahead // size, 1), left // size) * size  # complete batches only
         ahead = min(2 * ahead, MOST)
         for batch in order.indices_at(positions(iteration.drawn, count)).reshape(-1, size):
             iteration.drawn += size
@@ -662,7 +672,7 @@ def _integers(what: str, value: Any) -> I64:
     """Convert an integer or a one-dimensional array of integers to int64, clipped to the int64 range.
 
     Raises:
-        SamplerError: `value` is neither.
+        SamplerError: `value` is neither an integer nor such an array.
     """
     array = np.asarray(value)
     values = array.reshape(-1).tolist() if array.dtype.kind in "Ou" else []
@@ -674,10 +684,10 @@ def _integers(what: str, value: Any) -> I64:
 
 
 def opened_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with its order unpacked: sizes, retired, segments, exclusions and plan.
+    """Return a state with its order parsed into sizes, retired, segments, exclusions and plan.
 
     Raises:
-        SamplerStateError: it is not a complete, unedited state of a known version.
+        SamplerStateError: the state is truncated or edited, or its version is unknown.
     """
     if not isinstance(state, Mapping):
         raise SamplerStateError(f"the saved sampler state is {shown(state)}: pass what state_dict() returned")
@@ -713,15 +723,15 @@ def opened_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _seal(fixed: str, position: int, samples: int) -> str:
-    """Compute the seal of a state from the digest of its fixed part."""
+    """Compute the checksum of a state from the digest of its fixed part, the position and the samples."""
     return blake2b(f"{fixed} {position} {samples}".encode(), digest_size=8).hexdigest()
 
 
 def check_global_batch(global_batch_size: int, num_replicas: int) -> int:
-    """Return the global batch size as an integer.
+    """Check the global batch size and return it as an integer.
 
     Raises:
-        SamplerError: it is not a multiple of `num_replicas`; the message names the nearest multiples.
+        SamplerError: it is not a multiple of `num_replicas`. The message names the nearest multiples.
     """
     global_batch_size = integer("global_batch_size", global_batch_size, 1)
     if global_batch_size % num_replicas:

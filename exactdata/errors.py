@@ -1,4 +1,4 @@
-"""Define errors that a user can fix, in one line each. Imports neither torch nor numpy."""
+"""Define errors that a user can fix. Each message is one line. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """An error that the user can fix: one line, which a command prints without a traceback.
+    """An error that the user can fix. Commands print its one-line message without a traceback.
 
-    The message names the value, the allowed values, and the remedy.
+    The message states the value, the allowed values, and the remedy.
     """
 
     status = 2
-    """The exit status of a command that ends with it."""
+    """The exit status of a command that ends with this error."""
     everywhere = False
-    """Whether every rank of the job raises the same error, so that rank 0 alone reports it."""
+    """Whether every rank of the job raises the same error, so that only rank 0 needs to report it."""
 
 
 class DataError(UserError, ValueError):

@@ -1,4 +1,4 @@
-"""Save, restore and seed the global random generators of Python, numpy and torch in this process."""
+"""Save, restore and seed this process's global random generators in Python, numpy and torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_numpy: Any = np.random  # its type hints lack two functions
+_numpy: Any = np.random  # numpy's type hints lack two functions
 
 
 class States(NamedTuple):
-    """The states of the global generators, with the bit generator that numpy's functions draw from."""
+    """States of the global generators, and the bit generator object that numpy's functions draw from."""
 
     python: Any
     numpy: tuple[Any, Any]
@@ -28,7 +28,7 @@ def seed_of(*parts: object) -> int:
 
 
 def states(gpus: bool = False) -> States:
-    """Return the states of all three generators; with `gpus` also of CUDA's generators, once CUDA is in use."""
+    """Return the states of all three generators; with `gpus`, also of CUDA's generators if CUDA is initialized."""
     import torch
 
     on_gpus = torch.cuda.default_generators if gpus and _in_use(torch.cuda) else ()
@@ -54,9 +54,9 @@ def put_back(before: States) -> None:
 
 
 def seed(key: int, gpus: bool = False) -> None:
-    """Seed all three generators from 64 bits; with `gpus` also the current GPU's generator, once CUDA is in use.
+    """Seed all three generators from 64 bits; with `gpus`, also the current GPU's generator if CUDA is initialized.
 
-    numpy's and torch's generators are the same algorithm, seeded from 32 bits. Each gets a different half of `key`.
+    numpy and torch use the same algorithm, seeded from 32 bits. Each gets a different half of `key`.
     """
     import torch
 
@@ -69,7 +69,7 @@ def seed(key: int, gpus: bool = False) -> None:
 
 @contextmanager
 def lent() -> Iterator[None]:
-    """Restore all generators, CUDA's included, at the end of the block, whatever the block draws or seeds."""
+    """Restore all generators, including CUDA's, when the block ends."""
     before = states(gpus=True)
     try:
         yield
@@ -78,7 +78,7 @@ def lent() -> Iterator[None]:
 
 
 class Generators:
-    """A separate set of global generators, which replaces the global generators of this process during a block."""
+    """A separate set of random generators that can replace this process's global generators for a block of code."""
 
     def __init__(self, key: int) -> None:
         self._key = key
@@ -86,7 +86,7 @@ class Generators:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Use these generators until the block ends. The next block continues their streams."""
+        """Use these generators until the block ends. The next such block continues their random sequences."""
         outside = states()
         if self._state is None:
             seed(self._key)
@@ -100,7 +100,7 @@ class Generators:
 
 
 def drawn_from(before: States) -> str:
-    """Return the names of the generators that have moved since `before`; empty if none has."""
+    """Return the names of the generators that have advanced since `before`, or an empty string if none has."""
     import torch
 
     after = states()

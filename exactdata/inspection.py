@@ -1,7 +1,7 @@
-"""Answer questions about the data order of any checkpoint that holds a state of this package's loaders.
+"""Answer questions about the data order in a checkpoint that contains the state of one of this package's loaders.
 
-Any trainer's checkpoint works: a file that `torch.save` or `json` wrote. It is loaded as plain data, so that nothing in
-it is executed. The datasets are not read.
+The checkpoint may be from any trainer, written with `torch.save` or `json`. It is loaded as plain data, so that no code
+in it is executed. The datasets are not read.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from exactdata.errors import UserError, nearest
 from exactdata.order.sequence import ElasticSequence
 
 MOST = 1 << 20
-"""The most positions that one question may ask for."""
+"""The maximum number of positions that a single question may request."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `python -m exactdata`; return its exit status, 2 for a user's mistake."""
+    """Run `python -m exactdata` and return its exit status, which is 2 for a user error."""
     options = _parser().parse_args(arguments)
     try:
         answers = [_answer(options, state) for state in _states_of(options.checkpoint)]
@@ -54,10 +54,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def find_states(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield every state of an elastic sampler in a checkpoint, unpacked; see `exactdata.elastic.opened_state`.
+    """Yield every elastic sampler state in a checkpoint, parsed by `exactdata.elastic.opened_state`.
 
     Args:
-        value: content of the checkpoint: mappings, lists, and texts that are JSON.
+        value: content of the checkpoint. Mappings, lists and JSON strings in it are searched.
 
     Raises:
         SamplerStateError: a state was truncated or edited.
@@ -79,10 +79,10 @@ def find_states(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _states_of(path: Path) -> list[dict[str, Any]]:
-    """Read the states in a file.
+    """Read all sampler states in a file.
 
     Raises:
-        UserError: the file cannot be read, or holds no state.
+        UserError: the file cannot be read, or contains no state.
     """
     found = list({state["seal"]: state for state in find_states(_read(path))}.values())  # Lightning may save it twice
     if not found:
@@ -115,7 +115,7 @@ def _read(path: Path) -> Any:
 
 
 def sequence_of(state: Mapping[str, Any]) -> ElasticSequence:
-    """Construct the order of a state that `opened_state` returned."""
+    """Construct the order from a state that `opened_state` returned."""
     return ElasticSequence(
         state["sizes"],
         state["seed"],
@@ -142,7 +142,7 @@ def _answer(options: argparse.Namespace, state: dict[str, Any]) -> tuple[Any, st
 
 
 def _range(options: argparse.Namespace, position: int) -> tuple[int, int]:
-    """Return the first and last requested position."""
+    """Return the first and last position that the command line requests."""
     if options.next is not None:
         first, last, given = position, position + options.next - 1, f"--next {options.next}"
     else:
@@ -196,7 +196,7 @@ def _sources(order: ElasticSequence, position: int) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[Mapping[str, Any]], title: str) -> str:
-    """Format rows with the same keys as right-aligned columns under a title."""
+    """Format rows, which all have the same keys, as a titled table of right-aligned columns."""
     if not rows:
         return title
     columns = [[key, *(str(row[key]) for row in rows)] for key in rows[0]]

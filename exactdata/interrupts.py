@@ -1,7 +1,7 @@
-"""Ask whether this process was asked to stop, in long work before training begins.
+"""Check for stop requests during long work before training, such as tokenizing.
 
-A program that handles SIGTERM with a flag sets `requested` to a function that reads it. By default, signals end the
-process.
+If your program's SIGTERM handler sets a flag, set `requested` to a function that returns the flag. By default, signals
+end the process.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class StoppedError(Exception):
-    """The process was asked to stop before the work was complete. The next call continues it."""
+    """The process was asked to stop before the work was complete. The next call resumes the work."""
 
 
 def _never() -> bool:

@@ -1,9 +1,9 @@
 """Split the elastic order into micro-batches that do not depend on the number of ranks.
 
-A step is a range of positions, the global batch, and micro-batch j is a fixed part of that range. Each rank takes a
-range of the micro-batches. Some ranks may have one micro-batch more than others, or none.
+The global batch of a step is a range of positions, and micro-batch j is a fixed part of that range. Each rank takes
+consecutive micro-batches. Some ranks may have one micro-batch more than other ranks, or none.
 
-Does not import torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from exactdata.order.spans import END
 
 
 class MicroBatchSampler:
-    """Yield a rank's micro-batches of every step. The state does not depend on ranks.
+    """Yield the micro-batches of one rank, step after step. The state does not depend on the number of ranks.
 
-    Between two steps the state is the same on every rank that has micro-batches. Save the state of rank 0, which always
-    has some. An incomplete last step is left out.
+    Between two steps, the state is the same on every rank that has micro-batches. Save the state of rank 0, which
+    always has micro-batches. An incomplete last step is dropped.
 
     Args:
-        sampler: a sampler of all positions, with one replica.
-        shape: how a step is split; with `micro_batches`.
+        sampler: an ElasticSampler created with one replica, so that it yields all positions.
+        shape: the batch shape, with `micro_batches` set.
         rank: this rank.
     """
 
@@ -36,16 +36,16 @@ class MicroBatchSampler:
         self._step = shape.global_batch_size
         self._size = shape.batch_size
         self._share = share_of(shape.micro_batches, shape.world_size, rank)
-        self._of_step = len(self._share) * self._size  # samples of this rank in a step
+        self._of_step = len(self._share) * self._size  # samples that this rank has in a step
         first = self._share.start * self._size
         self._offsets = np.arange(first, first + self._of_step, dtype=np.int64)
 
     def locate(self, position: int | I64) -> tuple[Any, Any, Any]:
-        """Look up samples as `ElasticSampler.locate`; positions do not depend on ranks."""
+        """Look up samples like `ElasticSampler.locate`. Positions do not depend on the number of ranks."""
         return self.sampler.locate(position)
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing, as the sampler itself."""
+        """Do nothing: the sampler has one pass."""
 
     def __iter__(self) -> Iterator[int]:
         for indices in self.iter_batches(self._size, drop_last=True):
@@ -56,20 +56,20 @@ class MicroBatchSampler:
 
         Args:
             batch_size: samples per micro-batch, or a divisor of it.
-            drop_last: has no effect: a step is always complete.
+            drop_last: has no effect, because steps are always complete.
         """
         iter(self.sampler)  # begins an iteration at the position in the state
         return drawn_in_blocks(self.sampler, Iteration(), batch_size, True, self._left_after, self.positions)
 
     def _left_after(self, samples: int) -> int:
-        """Return `samples_left_after`, or for an endless order the largest number that can be counted."""
+        """Return `samples_left_after`, or the largest integer that can be counted if the order is endless."""
         try:
             return self.samples_left_after(samples)
         except TypeError:
             return END // self._step * self._of_step - samples
 
     def __len__(self) -> int:
-        """Return the number of samples of this rank in the whole iteration.
+        """Return the number of samples of this rank in a complete iteration.
 
         Raises:
             TypeError: the order is endless.
@@ -77,7 +77,7 @@ class MicroBatchSampler:
         return len(self.sampler) // self._step * self._of_step
 
     def samples_left_after(self, samples: int) -> int:
-        """Return how many samples this rank still gets after `samples` samples of the current iteration.
+        """Return how many samples are left for this rank after the first `samples` samples of the current iteration.
 
         Raises:
             TypeError: the order is endless.
@@ -86,7 +86,7 @@ class MicroBatchSampler:
         return left // self._step * self._of_step - samples % max(self._of_step, 1)
 
     def positions(self, first: int, count: int) -> I64:
-        """Return the positions in the run of this rank's samples [first, first + count) of the iteration, (count,)."""
+        """Return the positions of this rank's samples [first, first + count) in the iteration, shape (count,)."""
         start = int(self.sampler.positions(0, 1)[0])
         step, within = divmod(first, max(self._of_step, 1))
         if within + count <= self._of_step:
@@ -99,7 +99,7 @@ class MicroBatchSampler:
         return self.sampler.order.sample_keys(self.positions(first, count))
 
     def _reached(self, samples: int) -> int:
-        """Return the samples of all ranks in the steps that this rank has completed after `samples` samples."""
+        """Return how many samples all ranks consume in the steps that this rank completes with `samples` samples."""
         return samples // max(self._of_step, 1) * self._step
 
     def state_dict(self) -> dict[str, Any]:

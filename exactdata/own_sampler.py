@@ -1,12 +1,12 @@
-"""Check a user's sampler, deal it out to the ranks, and resume it exactly.
+"""Check a user's sampler, split its indices over the ranks, and resume it exactly.
 
-There are three kinds:
+Three kinds of sampler are supported:
 
-- with `set_skip` or `state_dict_at`, the methods of this package's samplers: it is used unchanged;
-- with `state_dict` and `load_state_dict`: its state is saved after each batch (`StatefulSampler`);
-- with `set_epoch`, such as torch's DistributedSampler: an epoch is iterated again and its first samples are skipped
-  (`SkippingSampler`). Its order must be a function of the epoch. It may draw from the global generators, because they
-  are seeded for each epoch while it draws.
+- A sampler with `set_skip` or `state_dict_at`, like this package's samplers, is used unchanged.
+- The state of a sampler with `state_dict` and `load_state_dict` is saved after each batch (`StatefulSampler`).
+- A sampler with `set_epoch`, such as torch's DistributedSampler, is resumed by iterating the epoch again and skipping
+  its first samples (`SkippingSampler`). Its order must depend only on the epoch. It may use the global random
+  generators, because they are seeded for each epoch while it is iterated.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from exactdata.order.weights import SamplerError, SamplerStateError, integer
 from exactdata.sampler import EpochSampler
 
 Make = Callable[[int, int], Any]
-"""(num_replicas, rank) -> the user's sampler."""
+"""Called with (num_replicas, rank), returns the user's sampler."""
 
-_CHUNK = 4096  # indices drawn at a time
+_CHUNK = 4096  # number of indices drawn at a time
 
 
 def own_sampler(make: Make, knows_ranks: bool, size: int, num_replicas: int, rank: int, seed: int) -> Any:
-    """Create the user's sampler, and add the methods of a sampler that it lacks.
+    """Create the user's sampler, and add the methods that a resumable sampler needs.
 
     Args:
         make: creates the user's sampler from (num_replicas, rank).
-        knows_ranks: it yields the indices of its rank; otherwise the indices of all ranks, which are dealt out.
-        size: samples of the dataset.
+        knows_ranks: whether the sampler yields only the indices of its rank. Otherwise it yields the indices of all
+            ranks, and every num_replicas-th index goes to this rank.
+        size: number of samples in the dataset.
         num_replicas: number of ranks.
         rank: this rank.
-        seed: seed of the global generators while it draws.
+        seed: seed of the global random generators while the sampler is iterated.
 
     Raises:
-        SamplerError: it lacks a method.
+        SamplerError: the sampler lacks a required method.
     """
     with Generators(_key(seed, "creation", 0)).in_place():
         own = make(num_replicas, rank)
@@ -79,7 +80,7 @@ def _key(seed: int, purpose: str, epoch: int) -> int:
 
 
 class _OwnSampler(EpochSampler):
-    """Count and check the indices of a user's sampler: the base of both kinds."""
+    """Count and check the indices of a user's sampler. Base class of both kinds of adapter."""
 
     def __init__(
         self, own: Any, length: int, knows_ranks: bool, size: int, num_replicas: int, rank: int, seed: int
@@ -93,16 +94,16 @@ class _OwnSampler(EpochSampler):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that the next iteration draws."""
+        """Set the epoch of the next iteration."""
         super().set_epoch(epoch)
         if callable(getattr(self.own, "set_epoch", None)):
             self.own.set_epoch(epoch)
 
     def _checked(self, drawn: list[Any], before: int) -> list[int]:
-        """Return the indices as integers.
+        """Return the drawn indices as integers.
 
         Raises:
-            SamplerError: an index is not an integer, or outside of the data.
+            SamplerError: an index is not an integer, or is outside the dataset.
         """
         for at, index in enumerate(drawn):
             if isinstance(index, bool) or not hasattr(index, "__index__"):
@@ -116,7 +117,7 @@ class _OwnSampler(EpochSampler):
         return SamplerError(f"{self.name} yields {shown} at {at} in epoch {self._epoch}, {what}: fix its __iter__")
 
     def _check_count(self, drawn: int) -> None:
-        """Check that the epoch had as many indices as its length, from which the rest of an epoch is counted."""
+        """Raise an error unless the epoch had as many indices as the sampler's length, which a resume relies on."""
         if drawn != self._length:
             raise SamplerError(
                 f"{self.name} yields {drawn} indices in epoch {self._epoch}, but its __len__ is {self._length}: "
@@ -125,32 +126,32 @@ class _OwnSampler(EpochSampler):
 
 
 class SkippingSampler(_OwnSampler):
-    """A sampler without a state, whose order is a function of the epoch."""
+    """Adapt a sampler without a state, whose order depends only on the epoch."""
 
     make: Make
     _skip = 0
 
     def set_skip(self, skip: int) -> None:
-        """Leave out the first `skip` samples of this rank, in the next iteration only."""
+        """Skip the first `skip` samples of this rank, in the next iteration only."""
         self._skip = integer("skip", skip, 0)
 
     def __iter__(self) -> Iterator[int]:
         skip, self._skip = self._skip, 0
         order = self._order()
         if self.dealt:
-            groups = zip(*[order] * self.num_replicas, strict=False)  # an incomplete group is left out
+            groups = zip(*[order] * self.num_replicas, strict=False)  # drops an incomplete group
             order = (group[self.rank] for group in groups)
         return islice(order, skip, None)
 
     def iter_batches(self, batch_size: int, drop_last: bool) -> Iterator[I64]:
-        """Yield the sequence of `__iter__` as arrays of shape (batch_size,)."""
+        """Yield the samples of `__iter__` in arrays of shape (batch_size,)."""
         indices = iter(self)
         while batch := list(islice(indices, batch_size)):
             if len(batch) == batch_size or not drop_last:
                 yield np.array(batch, dtype=np.int64)
 
     def _order(self) -> Iterator[int]:
-        """Yield the indices of the user's sampler in this epoch."""
+        """Yield the indices of the user's sampler for this epoch."""
         generators = Generators(_key(self.seed, "order", self._epoch))
         with generators.in_place():
             indices = iter(self.own)
@@ -165,7 +166,7 @@ class SkippingSampler(_OwnSampler):
             drawn += len(chunk)
 
     def indices_at(self, positions: I64, epoch: int) -> I64:
-        """Return the indices at positions within an epoch, over all ranks. Iterates it: not for the training loop."""
+        """Return the indices at positions within an epoch, over all ranks. Too slow for training."""
         wanted = np.asarray(positions)
         ranks = [0] if self.dealt or self.num_replicas == 1 else range(self.num_replicas)
         found = np.empty(len(wanted), np.int64)
@@ -191,14 +192,14 @@ class SkippingSampler(_OwnSampler):
         return order
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, and the values that must be the same in the sampler that loads this state."""
+        """Return the epoch, and the settings that must be the same in the sampler that loads this state."""
         return {"epoch": self._epoch, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the epoch.
 
         Raises:
-            SamplerStateError: the state is of another sampler, seed, size, length or number of ranks.
+            SamplerStateError: the state has a different sampler, seed, size, length or number of ranks.
         """
         for key, value in self._identity().items():
             if not isinstance(state, Mapping) or state.get(key) != value:
@@ -223,7 +224,7 @@ class SkippingSampler(_OwnSampler):
 
 
 class StatefulSampler(_OwnSampler):
-    """A sampler that saves its own state, which must include all that its order depends on, such as generators."""
+    """Adapt a sampler that saves its state, which must include everything that its order depends on."""
 
     def __iter__(self) -> Iterator[int]:
         generators = Generators(_key(self.seed, "order", self._epoch))
@@ -232,7 +233,7 @@ class StatefulSampler(_OwnSampler):
         return self._mine(indices)
 
     def _mine(self, indices: Iterator[Any]) -> Iterator[int]:
-        # A group is drawn as a whole, so that the state is the same on every rank.
+        # A complete group (one index per rank) is drawn at a time, so that the state is the same on every rank.
         drawn, group = 0, self.num_replicas if self.dealt else 1
         while len(chunk := list(islice(indices, group))) == group:
             yield self._checked(chunk, drawn)[self.rank if self.dealt else 0]
@@ -240,7 +241,7 @@ class StatefulSampler(_OwnSampler):
 
     @property
     def begins_anew(self) -> bool:
-        """Return whether the sampler begins anew after its end; see `exactdata.loading.fetch.load_end`."""
+        """Return whether the sampler starts over after its end; see `exactdata.loading.fetch.load_end`."""
         return bool(getattr(self.own, "begins_anew", False))
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,7 +251,7 @@ class StatefulSampler(_OwnSampler):
         """Restore the state of the user's sampler.
 
         Raises:
-            SamplerStateError: it is the state of another kind of sampler.
+            SamplerStateError: the state was saved by a different kind of sampler.
         """
         if not isinstance(state, Mapping) or state.keys() != {"epoch", "own"}:
             raise SamplerStateError(f"{self.name}: the saved state is not of a sampler with a state: put it back")

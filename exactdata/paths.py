@@ -1,4 +1,4 @@
-"""Expand paths as users write them: files, folders and globs. Imports neither torch nor numpy."""
+"""Expand paths, folders and globs to files, and find the cache directory. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from exactdata.errors import DataError
 
 
 def cache_directory(cache_dir: str | Path | None = None) -> Path:
-    """Return `cache_dir`, or $RUNNER_CACHE, or ~/.cache/runner."""
+    """Return `cache_dir`. If None, return $RUNNER_CACHE, or ~/.cache/runner if that is not set."""
     return Path(cache_dir or os.environ.get("RUNNER_CACHE") or "~/.cache/runner").expanduser()
 
 
 @contextmanager
 def usable_cache(directory: Path, what: str) -> Iterator[None]:
-    """Turn an OSError of a cache into a DataError with the remedy. A node may have another home directory, or none.
+    """Convert an OSError from a cache to a DataError with a remedy. A node may lack the home directory.
 
     Raises:
-        DataError: the block raised OSError.
+        DataError: the block raised an OSError.
     """
     try:
         yield
@@ -35,8 +35,8 @@ def expand(paths: str | Path | Sequence[str | Path], pattern: str | Sequence[str
     """Expand files, folders and globs to a list of files.
 
     Args:
-        paths: one path or several; the order is kept.
-        pattern: which files of a folder are taken, sorted by name; several: those that match any.
+        paths: one or more paths. Their order is kept.
+        pattern: one or more glob patterns. In a folder, the files that match any of them are used, sorted by name.
 
     Raises:
         DataError: a path does not exist, or a folder or glob has no matching file.

@@ -1,8 +1,8 @@
-"""Two seeded samplers: each epoch is shuffled by torch's generator, seeded with seed + epoch.
+"""Provide two samplers that shuffle each epoch using torch's generator, seeded with seed + epoch.
 
-Their sequences are fixed index for index, so that a run started elsewhere can be continued here. An epoch is held as
-one array (32-bit where the sizes allow), never as a Python list: torch.randperm draws the same numbers into 32-bit
-integers as into 64-bit ones, in half the memory.
+Their sequences will never change, so a run that was started with torch's sampler can be resumed with these. An epoch is
+stored as one array (32-bit if the sizes allow), not as a Python list. torch.randperm draws the same numbers as 32-bit
+and as 64-bit integers, and 32-bit integers need half the memory.
 
 For a data order that does not depend on the number of ranks, see `exactdata.elastic`.
 """
@@ -34,7 +34,7 @@ from exactdata.order.weights import (
     shares,
 )
 
-IndexArray: TypeAlias = NDArray[np.signedinteger[Any]]  # int32 while the sizes allow, else int64
+IndexArray: TypeAlias = NDArray[np.signedinteger[Any]]  # int32 if the sizes allow, otherwise int64
 
 _STATE = Record(
     {"epoch": whole()},
@@ -50,11 +50,11 @@ _STATE = Record(
     },
 )
 
-_CHUNK = 4096  # indices widened to int64, or converted to Python integers, at a time
+_CHUNK = 4096  # number of indices converted at a time, to int64 or to Python integers
 
 
 def permutation(n: int, generator: torch.Generator) -> IndexArray:
-    """Return `torch.randperm(n)` as an array that owns its memory, shape (n,)."""
+    """Return `torch.randperm(n)` as an array of shape (n,) that owns its memory."""
     order: IndexArray = np.empty(n, np.int32 if n < 2**31 else np.int64)
     torch.randperm(n, generator=generator, out=torch.from_numpy(order))
     return order
@@ -65,24 +65,24 @@ def _identity(n: int) -> IndexArray:
 
 
 def _stride(order: IndexArray, rank: int, num_replicas: int, drop_last: bool) -> IndexArray:
-    """Return this rank's `[rank::num_replicas]` of `order`, truncated or padded by wrapping around to equal parts."""
+    """Return this rank's `[rank::num_replicas]` of `order`. Ranks get equal parts, by truncating or wrapping around."""
     n = len(order)
     if drop_last or n % num_replicas == 0 or n == 0:
         part = order[rank : n // num_replicas * num_replicas : num_replicas]
     else:
         part = order[rank::num_replicas]
-        if len(part) < math.ceil(n / num_replicas):  # one more, wrapped around from the start
+        if len(part) < math.ceil(n / num_replicas):  # one more index, wrapped around from the start
             last = (n // num_replicas * num_replicas + rank) % n
             part = np.append(part, order[last])
-    # A slice would keep the whole epoch in memory; the copy of a small part costs at most 1/8 more.
+    # A slice would keep the memory of the complete epoch. A copy of a small part costs at most 1/8 more.
     return part.copy() if num_replicas >= 8 else part
 
 
 class EpochSampler(Sampler[int]):
-    """Sample whole epochs, of which rank r has every num_replicas-th sample.
+    """Sample complete epochs, where each rank gets every num_replicas-th sample.
 
     Attributes:
-        num_samples: samples of this rank in a whole epoch; a subclass sets it.
+        num_samples: number of samples of this rank in a complete epoch. Subclasses set it.
     """
 
     num_samples: int
@@ -93,19 +93,19 @@ class EpochSampler(Sampler[int]):
 
     @property
     def epoch(self) -> int:
-        """Return the epoch that the next iteration draws."""
+        """Return the epoch of the next iteration."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that the next iteration draws."""
+        """Set the epoch of the next iteration."""
         self._epoch = integer("epoch", epoch)
 
     def __len__(self) -> int:
-        """Return the number of samples of this rank in a whole epoch, regardless of the skip."""
+        """Return the number of samples of this rank in a complete epoch. A skip does not change it."""
         return self.num_samples
 
     def positions(self, first: int, count: int) -> I64:
-        """Return the positions within the epoch of this rank's samples [first, first + count), counted over all ranks.
+        """Return the positions of this rank's samples [first, first + count) in the epoch, counted over all ranks.
 
         Returns:
             int64 of shape (count,).
@@ -123,28 +123,28 @@ class EpochSampler(Sampler[int]):
 
 
 class _SeededSampler(EpochSampler, ABC):
-    """Handle skip, batches of indices and state: the base of both seeded samplers."""
+    """Handle skipping, batches of indices and state. Base class of both seeded samplers."""
 
     def __init__(self, num_replicas: int | None, rank: int | None, shuffle: bool, seed: int, drop_last: bool) -> None:
         super().__init__(*replicas_and_rank(num_replicas, rank), integer("seed", seed))
         self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
         self._skip = 0
-        self._drawn_with: dict[str, Any] | None = None  # parameters with which the current epoch was drawn
-        self._state_loaded = False  # whether a state was loaded and no iteration has begun since
+        self._drawn_with: dict[str, Any] | None = None  # parameters from which the current epoch was drawn
+        self._state_loaded = False  # whether a state was loaded and no iteration has started since
 
     def set_skip(self, skip: int) -> None:
-        """Leave out the first `skip` samples of this rank, in the next iteration only."""
+        """Skip the first `skip` samples of this rank, in the next iteration only."""
         self._skip = integer("skip", skip, 0)
 
     def __iter__(self) -> Iterator[int]:
         return integers(self._take_order())
 
     def iter_batches(self, batch_size: int, drop_last: bool) -> Iterator[I64]:
-        """Yield the sequence of `__iter__` as arrays. Uses up the skip like `__iter__`.
+        """Yield the samples of `__iter__` in arrays. Like `__iter__`, apply the skip to this iteration only.
 
         Args:
             batch_size: samples per array, at least 1.
-            drop_last: leave out a shorter last array.
+            drop_last: drop an incomplete last array.
 
         Yields:
             Dataset indices, int64 of shape (batch_size,).
@@ -152,7 +152,7 @@ class _SeededSampler(EpochSampler, ABC):
         return _batches(self._take_order(), integer("batch_size", batch_size, 1), drop_last)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch, seed, num_replicas, rank, and all else that the order of the current epoch depends on."""
+        """Return epoch, seed, num_replicas, rank, and everything else that the current epoch's order depends on."""
         return {
             "epoch": self._epoch,
             "seed": self.seed,
@@ -165,14 +165,14 @@ class _SeededSampler(EpochSampler, ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the epoch. The rank stays the rank of this process.
+        """Restore the epoch. The sampler keeps its own rank, not the rank in the state.
 
-        Weights may differ from those in the state from the start of an epoch on. If they differ within the epoch, the
-        next iteration with a skip raises an error.
+        The weights may differ from those in the state if the next iteration starts an epoch. If they differ in the
+        middle of an epoch, the next iteration with a skip raises an error.
 
         Raises:
-            SamplerStateError: the state has no epoch, or another seed, size, number of replicas, shuffle or drop_last,
-                with which a skip would lead to other samples.
+            SamplerStateError: the state has no epoch, or a different seed, size, number of replicas, shuffle or
+                drop_last. A skip would then lead to different samples.
         """
         name = type(self).__name__
         if not isinstance(state, Mapping):
@@ -199,11 +199,11 @@ class _SeededSampler(EpochSampler, ABC):
 
     @abstractmethod
     def indices_at(self, positions: I64, epoch: int | None = None) -> I64:
-        """Look up dataset indices within an epoch. Draws the whole epoch: not for the training loop.
+        """Look up dataset indices within an epoch. Too slow for training: draws the complete epoch.
 
         Args:
             positions: positions within the epoch, counted over all ranks, shape (count,).
-            epoch: default: the current one.
+            epoch: number of the epoch. If None, the current epoch.
 
         Returns:
             int64 of shape (count,).
@@ -221,21 +221,21 @@ class _SeededSampler(EpochSampler, ABC):
 
     @abstractmethod
     def _order(self) -> IndexArray:
-        """Return this rank's whole epoch."""
+        """Return this rank's complete epoch."""
 
     @abstractmethod
     def _sizes(self) -> dict[str, Any]:
-        """Return the sizes that a state must have in common with this sampler."""
+        """Return the sizes that must be the same in a state and in this sampler."""
 
     def _draw_parameters(self) -> dict[str, Any]:
-        """Return the parameters of an epoch that may change with the next epoch."""
+        """Return the parameters that may change from one epoch to the next."""
         return {}
 
 
 class DistributedSampler(_SeededSampler):
-    """Shuffle a dataset with seed + epoch; rank r takes every num_replicas-th sample, starting with the r-th.
+    """Shuffle a dataset with seed + epoch. Rank r takes every num_replicas-th sample, starting at index r.
 
-    The sequence is the same as of torch.utils.data.DistributedSampler with the same arguments.
+    The sequence is the same as that of torch.utils.data.DistributedSampler with the same arguments.
 
     Example:
         ```python
@@ -252,14 +252,14 @@ class DistributedSampler(_SeededSampler):
 
     Args:
         dataset: anything with a length.
-        num_replicas: number of ranks; None: the world size of torch.distributed, or 1.
-        rank: this rank; None: the rank in torch.distributed, or 0.
-        shuffle: False keeps the order of the dataset.
-        seed: seed of the shuffle; the epoch is added to it.
-        drop_last: truncate the epoch to a multiple of num_replicas; False pads it by wrapping around.
+        num_replicas: number of ranks. If None, the world size of torch.distributed, or 1 without it.
+        rank: this rank. If None, the rank in torch.distributed, or 0 without it.
+        shuffle: if False, keep the order of the dataset.
+        seed: seed of the shuffle. The epoch is added to it.
+        drop_last: truncate the epoch to a multiple of num_replicas. If False, pad it by wrapping around.
 
     Raises:
-        SamplerError: an invalid number of replicas, rank or seed.
+        SamplerError: the number of replicas, the rank or the seed is invalid.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class DistributedSampler(_SeededSampler):
     def of_sources(
         cls, sizes: Mapping[str, int], weights: Sequence[float], temperature: float, **common: Any
     ) -> DistributedSampler:
-        """Create a sampler of the concatenated sources, whatever their weights; see `exactdata.samplers.Kind`."""
+        """Create a sampler over the concatenated sources. Ignores `weights`; see `exactdata.samplers.Kind`."""
         return cls(range(sum(sizes.values())), **common)
 
     def indices_at(self, positions: I64, epoch: int | None = None) -> I64:
@@ -300,11 +300,11 @@ class DistributedSampler(_SeededSampler):
 
 
 class MixtureSampler(_SeededSampler):
-    """Draw each epoch from several sources, with shares p proportional to w^(1/T).
+    """Sample each epoch from several sources, with shares p proportional to w^(1/T).
 
-    The budget of a rank is the sum over all sources of size // num_replicas (rounded up without drop_last). The count
-    of a source is round(p * budget); counts are then corrected by one, in descending order of p, until they sum to the
-    budget. A source with fewer samples than its count repeats them.
+    The budget of a rank is the sum over all sources of size // num_replicas (rounded up without drop_last). A source
+    gets round(p * budget) samples. These counts are then adjusted by one, in descending order of p, until they sum to
+    the budget. A source with fewer samples than its count repeats them.
 
     Example:
         ```python
@@ -323,17 +323,17 @@ class MixtureSampler(_SeededSampler):
 
     Args:
         cumulative_sizes: `MixtureDataset.cumulative_sizes`: [0, n_0, n_0 + n_1, ...].
-        weights: w, one per source; 0 leaves a source out at any temperature.
-        num_replicas: number of ranks; None: the world size of torch.distributed, or 1.
-        rank: this rank; None: the rank in torch.distributed, or 0.
-        shuffle: False keeps the order of the sources and of their samples.
-        seed: seed of the shuffle; the epoch is added to it.
-        drop_last: truncate each source to a multiple of num_replicas; False pads it by wrapping around.
-        temperature: T; above 1 evens the mixture out, below 1 sharpens it.
+        weights: w, one per source. Weight 0 excludes a source at any temperature.
+        num_replicas: number of ranks. If None, the world size of torch.distributed, or 1 without it.
+        rank: this rank. If None, the rank in torch.distributed, or 0 without it.
+        shuffle: if False, keep the order of the sources and of their samples.
+        seed: seed of the shuffle. The epoch is added to it.
+        drop_last: truncate each source to a multiple of num_replicas. If False, pad it by wrapping around.
+        temperature: T. Values above 1 flatten the mixture, values below 1 sharpen it.
 
     Raises:
-        SamplerError: weights are negative, not finite, all 0, or not one per source; or a source with a positive count
-            has too few samples to give every rank one.
+        SamplerError: weights are negative, not finite, all 0, or not one per source. Also if a source is drawn but has
+            fewer samples than there are ranks.
     """
 
     def __init__(
@@ -359,19 +359,19 @@ class MixtureSampler(_SeededSampler):
     def of_sources(
         cls, sizes: Mapping[str, int], weights: Sequence[float], temperature: float, **common: Any
     ) -> MixtureSampler:
-        """Create a sampler of these sources; see `exactdata.samplers.Kind`."""
+        """Create a sampler for these sources; see `exactdata.samplers.Kind`."""
         bounds = list(itertools.accumulate(sizes.values(), initial=0))
         return cls(bounds, weights, **common, temperature=temperature)
 
     def update_weights(self, weights: Sequence[float], temperature: float = 1.0) -> None:
-        """Change weights and temperature, effective at the next `iter()`. The length stays the same.
+        """Change weights and temperature from the next `iter()` on. The length stays the same.
 
         Args:
-            weights: one per source; a list, array or tensor.
+            weights: a list, array or tensor with one weight per source.
             temperature: as for the constructor.
 
         Raises:
-            SamplerError: as for the constructor; the sampler keeps its previous weights.
+            SamplerError: as for the constructor. The sampler then keeps its previous weights.
         """
         sizes = self._source_sizes
         weights = [weight.item() if hasattr(weight, "item") else weight for weight in weights]
@@ -388,12 +388,12 @@ class MixtureSampler(_SeededSampler):
                 )
         self.weights, self.temperature = weights, temperature
         self._counts = counts
-        self._state_loaded = False  # weights set after a state was loaded are meant for the next iteration
+        self._state_loaded = False  # weights set after loading a state are meant for the next iteration
         self.num_samples = sum(counts)
 
     @property
     def counts(self) -> list[int]:
-        """Return the samples of this rank from each source in an epoch."""
+        """Return the number of samples that this rank draws from each source in an epoch."""
         return list(self._counts)
 
     def indices_at(self, positions: I64, epoch: int | None = None) -> I64:
@@ -425,7 +425,7 @@ class MixtureSampler(_SeededSampler):
         if not self.shuffle:
             return drawn
         order = permutation(len(drawn), generator)
-        for first in range(0, len(order), _CHUNK):  # in place: an epoch may fill half of the memory
+        for first in range(0, len(order), _CHUNK):  # in place, because an epoch may fill half of the memory
             part = order[first : first + _CHUNK]
             part[:] = drawn[part]
         return order
@@ -446,14 +446,14 @@ def _listed(values: Mapping[str, Any] | None) -> str:
 
 
 def _fill(target: IndexArray, part: IndexArray, offset: int) -> None:
-    """Fill `target` with `part`, repeated to the length of `target`, plus `offset`."""
+    """Fill `target` with `part` plus `offset`, repeating `part` as often as needed."""
     for first in range(0, len(target), len(part)):
         window = target[first : first + len(part)]
         np.add(part[: len(window)], offset, out=window, dtype=target.dtype)
 
 
 def integers(order: IndexArray) -> Iterator[int]:
-    """Yield `order` as Python integers, converted in chunks."""
+    """Yield the indices in `order` as Python integers, converted in chunks."""
     for first in range(0, len(order), _CHUNK):
         yield from order[first : first + _CHUNK].tolist()
 
@@ -461,7 +461,7 @@ def integers(order: IndexArray) -> Iterator[int]:
 def _batches(order: IndexArray, batch_size: int, drop_last: bool) -> Iterator[I64]:
     whole = len(order) // batch_size * batch_size
     step = max(_CHUNK // batch_size, 1) * batch_size
-    for first in range(0, whole, step):  # widened in chunks: iterating over rows is the cheapest way to split an array
+    for first in range(0, whole, step):  # widen in chunks: iterating over rows is the cheapest way to split an array
         yield from order[first : min(first + step, whole)].astype(np.int64).reshape(-1, batch_size)
     if whole < len(order) and not drop_last:
         yield order[whole:].astype(np.int64)

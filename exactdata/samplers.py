@@ -1,7 +1,8 @@
-"""Define the kinds of sampler: what a program needs to know of a sampler whose kind is a setting.
+"""Define the kinds of sampler that a setting can select, with the properties that a program needs to know.
 
-A new kind that draws whole epochs is a class here, named at the end, and a file in `conf/sampler/` that has this name
-as its `kind`. Imports neither torch nor numpy: a sampler is imported when it is created.
+To add a kind that draws complete epochs, define a class here, name it in `SamplerKind`, and add a file to
+`conf/sampler/` with that name as its `kind`. This module imports neither torch nor numpy. A sampler class is imported
+when a sampler is created.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from typing import Any, Protocol
 
 
 class Kind(Protocol):
-    """A kind of sampler.
+    """Properties of a kind of sampler.
 
     Attributes:
-        elastic: the order is a function of the position, not of ranks and batches; samples may be excluded, and
-            sources capped.
-        mixes: weights and temperatures, also those of phases, affect the order.
-        several: it takes several sources.
-        is_own: the user's class, which `sampler._target_` names. It may use any setting.
-        sampler: dotted name of the class, for a kind that draws whole epochs. Its `of_sources` creates a sampler from
-            samples by source, their weights and a temperature.
+        elastic: whether the order depends only on the position, not on ranks and batches. Samples can then be excluded,
+            and sources capped.
+        mixes: whether weights and temperatures, including those of phases, affect the order.
+        several: whether the sampler accepts several sources.
+        is_own: whether the sampler is a user's class, named by `sampler._target_`. It may use any setting.
+        sampler: dotted name of the class, for a kind that draws complete epochs. Its `of_sources` creates a sampler
+            from the sizes of the sources, their weights and a temperature.
     """
 
     elastic: bool = False
@@ -36,23 +37,23 @@ class Kind(Protocol):
 
         Args:
             epochs: number of epochs.
-            total: samples of all sources.
+            total: number of samples in all sources.
             world_size: number of ranks.
             batch_size: samples per micro-batch of one rank.
-            drop_last: as the sampler's argument.
+            drop_last: as for the sampler.
         """
         return int(epochs * total)
 
     def drawn_sizes(self, sizes: dict[str, int]) -> list[int]:
-        """Return the sizes of the parts that are dealt out to the ranks separately in each epoch."""
+        """Return the sizes of the parts that are split over the ranks separately in each epoch."""
         return list(sizes.values())
 
     def make(self, sizes: dict[str, int], weights: list[float], temperature: float, **common: Any) -> Any:
-        """Create the sampler of a rank, for a kind that draws whole epochs.
+        """Create the sampler of a rank, for a kind that draws complete epochs.
 
         Args:
-            sizes: samples by source.
-            weights: one per source.
+            sizes: number of samples by source.
+            weights: one weight per source.
             temperature: temperature of the mixture.
             common: num_replicas, rank, shuffle, seed and drop_last.
         """
@@ -66,7 +67,7 @@ class Distributed(Kind):
 
     def samples_of(self, epochs: Fraction, total: int, world_size: int, batch_size: int, drop_last: bool) -> int:
         rank = total // world_size if drop_last else -(-total // world_size)
-        batches = rank // batch_size  # per epoch: the loader drops an incomplete batch
+        batches = rank // batch_size  # per epoch; the loader drops an incomplete batch
         return int(epochs * batches) * batch_size * world_size
 
     def drawn_sizes(self, sizes: dict[str, int]) -> list[int]:
@@ -87,7 +88,7 @@ class Own(Kind):
 
 
 class SamplerKind(Enum):
-    """The kinds by name: the values of `sampler.kind`."""
+    """The kinds of sampler by name. The names are the values of `sampler.kind`."""
 
     distributed = Distributed()
     mixture = Mixture()

@@ -1,4 +1,4 @@
-"""Read a Hugging Face dataset that was saved with `save_to_disk`, as a source."""
+"""Read a Hugging Face dataset that was saved with `save_to_disk`, and use it as a source."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from exactdata.errors import DataError
 
 
 class SavedDataset(Dataset[dict[str, Any]]):
-    """The rows of a dataset that `datasets.Dataset.save_to_disk` wrote, memory-mapped, with tensors for numbers.
+    """Rows of a dataset that `datasets.Dataset.save_to_disk` wrote, memory-mapped. Numbers are returned as tensors.
 
-    `datasets.load_from_disk` alone returns lists if the dataset was saved without a format, and has no fingerprint that
+    `datasets.load_from_disk` returns lists if the dataset was saved without a format, and provides no fingerprint that
     a resume could compare.
 
     Example:
@@ -32,11 +32,12 @@ class SavedDataset(Dataset[dict[str, Any]]):
         ```
 
     Args:
-        path: the directory; for a `DatasetDict` the directory of one split, such as `saved/train`.
-        columns: which columns a row has; None: all.
+        path: the directory. For a `DatasetDict`, the directory of one split, such as `saved/train`.
+        columns: names of the columns to read. If None, all columns.
 
     Raises:
-        DataError: there is no saved dataset, it is a `DatasetDict`, it lacks a column, or `datasets` is missing.
+        DataError: `path` is not a saved dataset or is a `DatasetDict`, a column is missing, or `datasets` is not
+            installed.
     """
 
     draws_nothing = True
@@ -73,5 +74,5 @@ class SavedDataset(Dataset[dict[str, Any]]):
         return rows
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the number of rows, and the fingerprint that `datasets` had for the saved dataset."""
+        """Return the number of rows, and the fingerprint that `datasets` stored with the dataset."""
         return {"samples": len(self), "content": self._content}

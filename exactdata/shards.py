@@ -18,10 +18,9 @@ T = TypeVar("T")
 
 
 class TokenShards(TokenDataset):
-    """Samples from `.npy` and `.bin` files of tokens; see `TokenDataset` for what a sample is.
+    """Samples from `.npy` and `.bin` files of tokens. For the content of a sample, see `TokenDataset`.
 
-    A sample never crosses from one shard into the next, so up to sequence_length tokens at the end of a shard are
-    unused.
+    No sample spans two shards, so up to sequence_length tokens at the end of each shard are unused.
 
     Example:
         ```python
@@ -38,17 +37,17 @@ class TokenShards(TokenDataset):
         ```
 
     Args:
-        paths: a file, a folder, a glob, or a list of them. Shards are in the order of the list, sorted by name within
+        paths: a file, a folder, a glob, or a list of these. Shards are in the order of the list, sorted by name within
             a folder or glob.
         sequence_length: T, at least 1.
-        vocab_size: raise an error when a token outside [0, vocab_size) is fetched; None: do not check.
-        dtype: dtype of the tokens in `.bin` files, which do not record it: for example uint16, or >u2 for big-endian
-            tokens. A `.npy` file records its dtype, which must agree.
-        pattern: which files of a folder are shards; None: `*.bin` if dtype is set, else `*.npy`.
-        shards: expected number of files; None: not checked.
+        vocab_size: fetching a token outside [0, vocab_size) raises an error. If None, tokens are not checked.
+        dtype: dtype of the tokens in `.bin` files, which do not record it, e.g. uint16, or >u2 for big-endian tokens. A
+            `.npy` file records its dtype, which must then be the same.
+        pattern: pattern of the shards in a folder. If None, `*.bin` if dtype is set, otherwise `*.npy`.
+        shards: expected number of files. If None, it is not checked.
 
     Raises:
-        DataError: a shard is missing, truncated, of another dtype or shape, or there are too few tokens.
+        DataError: a shard is missing or truncated, a dtype or shape is wrong, or there are too few tokens.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ def token_type(dtype: str | None) -> np.dtype[Any] | None:
     """Return the integer dtype with this name.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no such integer dtype.
     """
     if dtype is None:
         return None
@@ -94,11 +93,11 @@ def open_shard(path: Path, dtype: np.dtype[Any] | None) -> Tokens:
 
     Args:
         path: the file.
-        dtype: required for `.bin`; None or the same for `.npy`.
+        dtype: dtype of the tokens, required for `.bin`. For `.npy`, None or the dtype in the file.
 
     Raises:
-        DataError: the file is missing or truncated, or its dtype is unknown or another one; or no more files may be
-            open, although the limit was raised as far as it may be.
+        DataError: the file is missing or truncated, or its dtype is unknown or differs from `dtype`. Also if too many
+            files are open even after raising the limit to its maximum.
     """
     return with_more_files(path, lambda: _open(path, dtype))
 
@@ -107,7 +106,7 @@ def with_more_files(path: Path, opened: Callable[[], T]) -> T:
     """Call `opened`, which opens `path`. If too many files are open, raise the limit and call it again.
 
     Raises:
-        DataError: no more files may be open, although the limit was raised as far as allowed.
+        DataError: too many files are open even after raising the limit to its maximum.
     """
     try:
         return opened()
@@ -115,7 +114,7 @@ def with_more_files(path: Path, opened: Callable[[], T]) -> T:
         if error.errno != errno.EMFILE:
             raise
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # many systems begin with 1,024
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # many systems start with 1,024
     try:
         return opened()
     except OSError as error:

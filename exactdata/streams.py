@@ -1,4 +1,4 @@
-"""Resume a stream anywhere, on any number of workers and ranks, from two methods of its class."""
+"""Resume a stream at any sample, on any number of workers and ranks, by defining two methods."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from exactdata.loading.protocols import LoaderStateError, State, epoch, shard
 
 
 class ShardedStream(IterableDataset[Any]):
-    """A stream made of *units*, such as files, row groups or blocks of lines; each unit is read by one shard.
+    """A stream made of *units*, such as files, row groups or blocks of lines. Each unit is read by one shard.
 
-    A subclass defines `units` and `read`. The state of a shard is the number of units it has read, and the position
-    within the current unit. With another number of workers or ranks, the remaining units, and the rest of the current
-    ones, are dealt out to the new shards.
+    Subclasses define `units` and `read`. The state of a shard is the number of units it has read, and the position
+    within the current unit. After a resume with a different number of workers or ranks, the unread units, and the rest
+    of partly read units, are distributed over the new shards.
 
-    A state also holds a digest of the units in their order, with the sizes of the files that they name. A resume within
-    an epoch refuses another order, and a file that was replaced, grew or shrank. The files may be in another directory.
+    A state also contains a digest of the ordered units and of the sizes of the files that they name. A resume within an
+    epoch raises an error if the order or the size of a file has changed. The files may have moved to a different
+    directory.
 
     Example:
         ```python
@@ -45,32 +46,33 @@ class ShardedStream(IterableDataset[Any]):
         ```
 
     Attributes:
-        epoch: the loader's epoch, from 0; without a loader, how many times this shard has come to the end.
+        epoch: the loader's epoch, from 0. Without a loader, the number of times this shard has been read to its end.
     """
 
     epoch = 0
-    begins_anew = True  # the state after the end of an epoch begins the next one, see `fetch.load_end`
-    _units: int | None = None  # number of units, from the first sample on
-    _content: str | None = None  # digest of the units, from the first sample on
-    _left: list[list[Any]] | None = None  # rest of the epoch at the resume, see `_units_of_shard`; None: everything
-    _shard: tuple[int, int] | None = None  # (number, shards) that is being read; None between two epochs
-    _done = 0  # units of this shard that were read
-    _at: Any = None  # position in the next one
+    begins_anew = True  # after an epoch, the state begins the next one, see `fetch.load_end`
+    _units: int | None = None  # number of units, set at the first sample
+    _content: str | None = None  # digest of the units, set at the first sample
+    _left: list[list[Any]] | None = None  # rest of the epoch after a resume, see `_units_of_shard`; None if complete
+    _shard: tuple[int, int] | None = None  # (number, shards) of the shard being read; None between epochs
+    _done = 0  # number of units of this shard that were read
+    _at: Any = None  # position in the current unit
     _loaded = False
 
     def units(self) -> Sequence[Any]:
-        """Return all units of this epoch in order, equal on every rank and worker. They may depend on `self.epoch`."""
+        """Return all units of this epoch, in the same order on every rank and worker. May depend on `self.epoch`."""
         raise NotImplementedError
 
     def read(self, unit: Any, position: Any) -> Iterator[tuple[Any, Any]]:
-        """Yield the samples of a unit, each with the position after it.
+        """Yield the samples of a unit, each with the position that follows it.
 
         Args:
             unit: one of `units()`.
-            position: None: from the beginning; else the position that was yielded with the last consumed sample.
+            position: the position that was yielded with the last consumed sample. If None, read the unit from its
+                start.
 
         Yields:
-            (sample, position): the position is of any type that a checkpoint can hold, but not None.
+            (sample, position). The position may have any type that a checkpoint can store, but must not be None.
         """
         raise NotImplementedError
 
@@ -126,7 +128,7 @@ class ShardedStream(IterableDataset[Any]):
         self._done, self._at, self._loaded = state["done"], state["at"], True
 
     def aggregate_state_dict(self, states: Sequence[State]) -> State:
-        """Return the rest of this epoch, from the states of the shards that have not ended."""
+        """Return the rest of this epoch, combined from the states of the shards that have not ended."""
         self.check_state_dicts(states)
         found: list[tuple[int, Any]] = []
         for state in states:
@@ -144,10 +146,10 @@ class ShardedStream(IterableDataset[Any]):
         return {**states[0], "units": known["units"], "content": known["content"], "left": left, "done": 0, "at": None}
 
     def check_state_dicts(self, states: Sequence[State]) -> None:
-        """Check that the shards of an epoch read the same units. The loader calls this when ranks are saved.
+        """Check that all shards of an epoch read the same units. The loader calls this before it saves a state.
 
         Raises:
-            LoaderStateError: they do not.
+            LoaderStateError: the shards read different units.
         """
         found: dict[int, str] = {}
         for state in states:
@@ -160,21 +162,21 @@ class ShardedStream(IterableDataset[Any]):
                 )
 
     def finish_state_dict(self, state: State) -> State:
-        """Return the state of a shard with nothing left of the epoch in `state`."""
+        """Return the state of a shard that has nothing left to read in the epoch of `state`."""
         return {**state, "left": [], "shard": [0, 1], "done": 0, "at": None}
 
     def deaggregate_state_dict(self, aggregated: State, number: int, shards: int) -> State:
-        """Return the state of shard `number` of `shards`, from the rest of an epoch."""
+        """Return the state of shard `number` of `shards`, given the rest of an epoch in `aggregated`."""
         return {**aggregated, "shard": [number, shards]}
 
 
 def _units_of_shard(units: int, left: list[list[Any]] | None, of: Sequence[int]) -> list[tuple[int, Any]]:
-    """List (unit, position in it) of everything that a shard reads.
+    """List the units that a shard reads, as (unit, position to start at).
 
     Args:
         units: number of units.
-        left: [first, stop, position in the first] of the units that were left at a resume; None: all of them.
-        of: (number, shards).
+        left: the units left at a resume, as ranges [first, stop, position in the first]. If None, all units.
+        of: number of the shard, and number of shards.
     """
     number, shards = of
     if left is None:
@@ -184,9 +186,9 @@ def _units_of_shard(units: int, left: list[list[Any]] | None, of: Sequence[int])
 
 
 def digest_of_units(units: Sequence[Any]) -> str:
-    """Compute a digest of units in their order: of the files that they name, with their sizes, and of everything else.
+    """Compute a digest of the ordered units, including the sizes of the files that they name.
 
-    The common part of the directories of all files is left out, so that data may be moved. So are addresses in memory.
+    The digest omits the directory that all files share, so that data may be moved. It also omits memory addresses.
     """
     sizes: dict[str, int | None] = {}
 

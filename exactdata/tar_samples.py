@@ -1,4 +1,4 @@
-"""Read samples in tar files, as WebDataset packs them, in any order."""
+"""Read samples in any order from tar files in WebDataset format."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from exactdata.paths import cache_directory, expand
 from exactdata.shards import with_more_files
 
 FORMAT = 1
-"""Version of the index. Increase it when the index changes: it is part of the file name."""
+"""Version of the index format, which is part of the index's file name. Increase it when the format changes."""
 BLOCK = 512
 ENDS = 1 << 16
-"""The most bytes of the first and of the last sample of a file that its fingerprint covers."""
+"""Maximum number of bytes of a file's first and last samples that the fingerprint covers."""
 COMPRESSED = {b"\x1f\x8b": "gzip -d", b"BZh": "bzip2 -d", b"\xfd7zXZ": "xz -d", b"\x28\xb5\x2f\xfd": "zstd -d"}
 NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)
-"""Key and extension of a member: as in WebDataset the key ends at the first dot of the last part of the path."""
+"""Key and extension of a member. As in WebDataset, the key ends at the first dot in the file name."""
 
 
 class TarSamples(Dataset[Any]):
-    """Samples in tar files, as WebDataset packs them: members that share a key follow each other and are one sample.
+    """Samples in tar files in WebDataset format, where consecutive members with the same key form one sample.
 
-    A sample is a dict, `{"__key__": "train/0001", "jpg": bytes, "cls": bytes}`: extensions are in lower case. Members
-    without an extension are left out. The headers of a file are read once, into an index in the cache.
+    A sample is a dict such as `{"__key__": "train/0001", "jpg": bytes, "cls": bytes}`. Extensions are converted to
+    lower case, and members without an extension are skipped. The headers of a file are read once and stored as an index
+    in the cache.
 
     Example:
         ```python
@@ -53,12 +54,13 @@ class TarSamples(Dataset[Any]):
         ```
 
     Args:
-        paths: a file, a folder (of `*.tar`), a glob, or a list of them.
-        decode: called with each dict, returns the sample; None: the dict is the sample.
-        cache_dir: where the indices are kept; None: $RUNNER_CACHE or ~/.cache/runner.
+        paths: a file, a folder (of `*.tar`), a glob, or a list of these.
+        decode: called with each dict, returns the sample. If None, the dict is the sample.
+        cache_dir: directory of the indices. If None, $RUNNER_CACHE, or ~/.cache/runner if that is not set.
 
     Raises:
-        DataError: a file is missing, compressed, damaged, empty or of an unknown form, or the cache cannot be written.
+        DataError: a file is missing, compressed, damaged, empty or in an unknown format, or the cache cannot be
+            written.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class TarSamples(Dataset[Any]):
         """Read one sample.
 
         Raises:
-            IndexError: there is none of this number.
+            IndexError: there is no sample with this index.
             DataError: the file has changed.
         """
         if not 0 <= index < len(self):
@@ -88,7 +90,7 @@ class TarSamples(Dataset[Any]):
         return sample if self.decode is None else self.decode(sample)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the fingerprint: names, sizes and order of all members, and content of both ends of each file."""
+        """Return a fingerprint of the names, sizes and order of all members, and the content of each file's ends."""
         digest = xxhash.xxh3_64()
         for file in self.files:
             digest.update(file.digest())
@@ -96,7 +98,7 @@ class TarSamples(Dataset[Any]):
 
 
 class TarFile:
-    """One tar file, opened at its first read.
+    """A tar file, opened when it is first read.
 
     Args:
         path: the file.
@@ -136,7 +138,7 @@ class TarFile:
         return len(self._firsts) - 1
 
     def read(self, sample: int) -> dict[str, Any]:
-        """Read all members of a sample at once, as they are adjacent. A negative number counts from the end."""
+        """Read all members of a sample in one read, as they are adjacent. A negative number counts from the end."""
         first, stop = self._firsts[:-1][sample].item(), self._firsts[1:][sample].item()
         offsets, sizes = self._offsets[first:stop].tolist(), self._sizes[first:stop].tolist()
         content = self._read(offsets[0], offsets[-1] + sizes[-1] - offsets[0])
@@ -156,8 +158,8 @@ class TarFile:
                 raise DataError(f"{self.path}: it has changed since it was opened: start again when it is complete")
             self._descriptor = descriptor
         parts = []
-        while size > 0:  # a call reads at most 2 GiB
-            part = os.pread(self._descriptor, size, offset)  # no position, which processes would share after a fork
+        while size > 0:  # one call reads at most 2 GiB
+            part = os.pread(self._descriptor, size, offset)  # uses no file position, which forked processes would share
             if not part:
                 raise DataError(f"{self.path}: ends at byte {offset}, {size} bytes too early: restore the file")
             parts.append(part)
@@ -165,7 +167,7 @@ class TarFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def digest(self) -> bytes:
-        """Compute a digest of the index, and of the first and the last sample up to `ENDS` bytes."""
+        """Compute a digest of the index and of up to `ENDS` bytes each of the first and the last sample."""
         digest = xxhash.xxh3_64(self._index.tobytes())
         for first, last in ((0, self._firsts[1] - 1), (self._firsts[-2], -1)):
             begin, end = int(self._offsets[first]), int(self._offsets[last] + self._sizes[last])
@@ -182,19 +184,20 @@ def _text(name: bytes) -> str:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split the name of a member into key and extension, which is empty if it has none."""
+    """Split the name of a member into a key and an extension. The extension may be empty."""
     found = NAME.fullmatch(name)
     return (found[1], found[2].lower()) if found else (name, "")
 
 
 def load_index(path: Path, cached: Path) -> I64:
-    """Memory-map the index of a tar file. Make it first if it is missing or damaged.
+    """Memory-map the index of a tar file. Create the index first if it is missing or damaged.
 
-    Several processes may make it at once: each renames a complete file.
+    Several processes may create it at the same time, because each renames a complete file into place.
 
     Returns:
-        Numbers of samples and members; then for each sample its first member, and the end; for each member the offset,
-        then the size, of its content; 0 and the end of each name; the names, padded.
+        An int64 array with, in order: the numbers of samples and members; the first member of each sample, and the end;
+        the offset of each member's content; the size of each member's content; 0 and the end of each name; the names,
+        padded.
 
     Raises:
         DataError: as for `TarSamples`.
@@ -227,7 +230,7 @@ def load_index(path: Path, cached: Path) -> I64:
 
 
 def make_index(path: Path) -> I64:
-    """Read the headers of a tar file and make its index; returns and raises as `load_index`."""
+    """Read the headers of a tar file and create its index. Returns and raises the same as `load_index`."""
     firsts: list[int] = []
     places: list[tuple[int, int]] = []
     names: list[bytes] = []
@@ -261,10 +264,10 @@ def make_index(path: Path) -> I64:
 
 
 def members(path: Path) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular members of a tar file; only headers are read.
+    """Yield the regular members of a tar file. Only headers are read.
 
     Raises:
-        DataError: the file is compressed, truncated or damaged, or has members whose content is not in one piece.
+        DataError: the file is compressed, truncated or damaged, or has members whose content is not contiguous.
     """
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -300,7 +303,7 @@ def members(path: Path) -> Iterator[tarfile.TarInfo]:
 
 
 def _check_end(rest: bytes, path: Path, at: int) -> None:
-    """Check the end of the file as `tarfile` found it, which does not notice damage or a second archive after it."""
+    """Check the bytes after the end that `tarfile` found, where it misses damage or a second archive."""
     if len(rest) < BLOCK:
         raise DataError(f"{path}: is truncated: it ends at byte {at + len(rest)} without an end mark: copy it again")
     if any(rest):

@@ -1,7 +1,7 @@
-"""TrainerLoader: an exact, elastic loader for a trainer that you already use.
+"""Provide TrainerLoader, an exact and elastic loader for a trainer that you already use.
 
-It is not a torch DataLoader, so that no trainer replaces its sampler, shards it again or refuses it. Its state is a
-function of the position in the order alone: the same text on every rank, whatever the number of workers.
+It is not a torch DataLoader, so that trainers do not replace its sampler, shard it again or reject it. Its state
+depends only on the position in the order. It is the same string on every rank, for any number of workers.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ _INSTEAD = {
 
 
 class _Placed(ElasticSampler):
-    """An ElasticSampler that ignores `set_epoch`, because some trainers call it on every sampler they find."""
+    """An ElasticSampler that ignores `set_epoch`, because some trainers call it on every sampler that they find."""
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing."""
 
 
 class TrainerLoader:
-    """Yield the batches of this rank, pass after pass, in one order for any number of ranks, workers and batches.
+    """Yield this rank's batches, pass after pass. The order is the same for any number of ranks, workers and batches.
 
-    Every sample comes exactly once in each epoch of its source, even if the run continues with other ranks, another
-    global batch or other weights. A pass of the trainer is a range of the order: pass e ends at position (e + 1) *
-    epoch_samples, with a smaller last batch if necessary.
+    Every sample is yielded exactly once in each epoch of its source, even if the run resumes with a different number of
+    ranks, global batch size or weights. Each pass of the trainer covers a range of the order. Pass e ends at position
+    (e + 1) * epoch_samples, with a smaller last batch if necessary.
 
     Example:
         ```python
@@ -79,29 +79,29 @@ class TrainerLoader:
         ```
 
     Args:
-        dataset: a map-style dataset, a MixtureDataset, or a dict of map-style datasets by name, which are mixed.
-        weights: by source name, or one per source; None: in proportion to the sizes of the sources.
-        global_batch_size: samples of a batch over all ranks, a multiple of num_replicas.
-        epoch_samples: samples of a pass over all ranks; None: a pass ends only with the data, and has no length.
-        samples: end after this many samples of the run over all ranks; None: never.
-        has_length: False: `len` raises a TypeError, although a pass ends. Use it for a trainer that reads the length
-            once, such as Lightning, with a global batch that changes.
-        fetched_ahead: batches that the trainer has fetched, but not trained on, when it saves the state: 1 in Lightning
-            with a loader that has no length; else 0.
-        seed: seed of the order, and of every sample's random generators.
-        num_replicas: number of ranks; None: the world size of torch.distributed, or 1.
-        rank: this rank; None: the rank in torch.distributed, or 0.
-        loader: num_workers, collate_fn, pin_memory, prefetch_factor and further arguments of StatefulDataLoader;
-            temperature, segments, max_epochs, exclude, shuffle and allow_data_change of ElasticSampler.
+        dataset: a map-style dataset, a MixtureDataset, or a dict of named map-style datasets to mix.
+        weights: weights by source name, or one per source. If None, in proportion to the sizes of the sources.
+        global_batch_size: samples per batch over all ranks, a multiple of num_replicas.
+        epoch_samples: samples per pass over all ranks. If None, a pass ends only when the data end.
+        samples: length of the run in samples over all ranks. If None, it is not limited.
+        has_length: if False, `len` raises a TypeError even if passes end. Use this for a trainer that reads the length
+            only once, such as Lightning, if the global batch size changes.
+        fetched_ahead: number of batches that the trainer has fetched, but not yet trained on, when it saves the state.
+            1 in Lightning if the loader has no length, otherwise 0.
+        seed: seed of the order and of the random generators of samples.
+        num_replicas: number of ranks. If None, the world size of torch.distributed, or 1 without it.
+        rank: this rank. If None, the rank in torch.distributed, or 0 without it.
+        loader: num_workers, collate_fn, pin_memory, prefetch_factor and other arguments for StatefulDataLoader. Also
+            temperature, segments, max_epochs, exclude, shuffle and allow_data_change for ElasticSampler.
 
     Attributes:
         dataset: the dataset.
-        batch_size: samples of a batch on this rank.
-        elastic_sampler: the order, with `locate`, `find`, `update_weights` and `exclude`.
+        batch_size: samples per batch on this rank.
+        elastic_sampler: the ElasticSampler, with `locate`, `find`, `update_weights` and `exclude`.
 
     Raises:
-        SamplerError: unknown sources, invalid weights, or a global batch that the ranks cannot share evenly.
-        LoaderError: an argument that the loader sets itself.
+        SamplerError: a source is unknown, a weight is invalid, or the ranks cannot share the global batch evenly.
+        LoaderError: `loader` has an argument that TrainerLoader sets.
     """
 
     def __init__(
@@ -142,30 +142,30 @@ class TrainerLoader:
             **{"num_workers": 0, **{name: loader.pop(name) for name in _OF_CONFIG if name in loader}}
         )
         self._arguments: dict[str, Any] = {**loader, "config": config, "drop_last": False}
-        self._batches = 0  # batches of the pass before the sampler's iteration
+        self._batches = 0  # batches of the pass that precede the sampler's iteration
         self._yielded: deque[int] = deque([0], maxlen=integer("fetched_ahead", fetched_ahead, 0) + 1)
-        """Samples of this rank in the iteration: before the batches fetched ahead, and after each of them."""
-        self._count = 0  # batches of the iteration
+        """Samples of this rank in the iteration, before the batches fetched ahead and after each of these batches."""
+        self._count = 0  # number of batches yielded in the iteration
         self._has_ended = False
-        self._iterator: object = None  # the newest one
+        self._iterator: object = None  # the newest iterator
         self._loader = self._make()
 
     def _make(self) -> StatefulDataLoader[Any]:
         return StatefulDataLoader(self.dataset, self.batch_size, sampler=self.elastic_sampler, **self._arguments)
 
     def _begin(self, batches: int) -> None:
-        """Count from the start of the sampler's next iteration, with `batches` batches of its pass before."""
+        """Start counting at the sampler's next iteration, which `batches` batches of its pass precede."""
         self._batches, self._count = batches, 0
         self._yielded.clear()
         self._yielded.append(0)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the rest of this pass, or the next pass if it is complete, depending on the position.
+        """Yield the rest of the current pass, or the next pass if the current one is complete.
 
         Raises:
-            DataEndedError: all samples were yielded, in an earlier pass.
+            DataEndedError: all samples were yielded in an earlier pass.
         """
-        if self._count:  # an iterator was left, or not asked for its StopIteration
+        if self._count:  # an iterator was abandoned, or never reached StopIteration
             is_over = self._left() == 0
             batches = 0 if is_over else self._in_pass()
             self._loader.end_epoch()
@@ -185,17 +185,17 @@ class TrainerLoader:
             self._count += 1
             self._yielded.append(self._loader.samples_yielded)
             yield batch
-            if self._iterator is not mine:  # a newer iterator continues, or a state was loaded
+            if self._iterator is not mine:  # a newer iterator exists, or a state was loaded
                 return
         self._begin(0)
         self._has_ended = True
 
     def _in_pass(self) -> int:
-        """Return the number of batches of the pass that were yielded."""
+        """Return the number of batches yielded in the pass."""
         return self._batches + self._count
 
     def _left(self) -> int | None:
-        """Return the number of batches left in the pass; None: it has no end."""
+        """Return the number of batches left in the pass, or None if the pass has no end."""
         try:
             return -(-self.elastic_sampler.samples_left_after(self._yielded[-1]) // self.batch_size)
         except TypeError:
@@ -205,10 +205,10 @@ class TrainerLoader:
         return int(self.elastic_sampler.state_dict_at(self._yielded[-1])["position"])
 
     def __len__(self) -> int:
-        """Return the number of batches of this pass: those already yielded, and those still to come.
+        """Return the number of batches in this pass, including those already yielded.
 
         Raises:
-            TypeError: there is no `epoch_samples`, `samples` or cap that ends the pass, or `has_length` is False.
+            TypeError: no `epoch_samples`, `samples` or cap ends the pass, or `has_length` is False.
         """
         if not self._has_length:
             raise TypeError("this loader was created with has_length=False")
@@ -218,15 +218,15 @@ class TrainerLoader:
         return self._in_pass() + left
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing: the position decides which pass comes next."""
+        """Do nothing, because the position determines the next pass."""
 
     def state_dict(self) -> dict[str, str]:
-        """Return the place after the last batch that was trained on, as one text that is the same on every rank."""
+        """Return the state after the last batch trained on, in a single string that is the same on every rank."""
         ahead = len(self._yielded) - 1
         saved = self.elastic_sampler.state_dict_at(self._yielded[0])
         batches = self._in_pass() - ahead
         if self._left() == 0 and not ahead:
-            batches = 0  # the place is in the next pass
+            batches = 0  # the position is in the next pass
         return {KEY: json.dumps({"version": VERSION, "batches": batches, "sampler": saved}, sort_keys=True)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -236,12 +236,13 @@ class TrainerLoader:
             state: a result of `state_dict`; keys that begin with an underscore are ignored.
 
         Raises:
-            LoaderStateError: it is not a state of this loader, or was edited.
-            SamplerStateError: it has another seed, size, weights or sources; see `ElasticSampler.load_state_dict`.
+            LoaderStateError: `state` is not a state of this loader, or was edited.
+            SamplerStateError: `state` has a different seed, size, weights or sources; see
+                `ElasticSampler.load_state_dict`.
         """
         place = _opened(state)
         self.elastic_sampler.load_state_dict(place["sampler"])
-        self._loader.end_epoch()  # moves the sampler, so its state is loaded once more
+        self._loader.end_epoch()  # this advances the sampler, so its state is loaded again
         self.elastic_sampler.load_state_dict(place["sampler"])
         self._loader, self._iterator = self._make(), None
         self._begin(place["batches"])
@@ -249,10 +250,10 @@ class TrainerLoader:
 
 
 def _opened(state: Any) -> dict[str, Any]:
-    """Parse the text of a state.
+    """Parse the string in a state.
 
     Raises:
-        LoaderStateError: it is not a state of this loader.
+        LoaderStateError: `state` is not a state of this loader.
     """
     text = state.get(KEY) if isinstance(state, Mapping) else None
     if isinstance(state, Mapping) and ("batches_yielded" in state or is_torchdatas(state)):
@@ -281,7 +282,7 @@ def _opened(state: Any) -> dict[str, Any]:
 
 
 def _joined(dataset: Any) -> Any:
-    """Return the dataset, or the mixture of a mapping of datasets."""
+    """Return the dataset, or a MixtureDataset if it is a mapping of datasets."""
     if isinstance(dataset, Mapping):
         return MixtureDataset(list(dataset.values()), list(dataset))
     if not isinstance(dataset, MixtureDataset) and size_of(dataset) is None:
@@ -308,10 +309,10 @@ def committed_batches(
     *,
     collate_fn: Callable[[Any], Any] | None = None,
 ) -> Iterator[Any]:
-    """Yield the batch of each step, where steps may fail and the replicas of a step may change, as in torchft.
+    """Yield a batch per step, for trainers such as torchft in which steps may fail and the set of replicas may change.
 
-    Batches are counted when they are committed: in a step with n replicas, replica i trains on batch `committed + i`. A
-    step that is not committed is repeated with the same batches. Nothing is fetched ahead.
+    Batches are counted when they are committed. In a step with n replicas, replica i trains on batch `committed + i`. A
+    step that is not committed is repeated with the same batches. Batches are not prefetched.
 
     Example:
         ```python
@@ -326,12 +327,13 @@ def committed_batches(
         ```
 
     Args:
-        sampler: the order. Its ranks and position have no effect. Its `samples` end the iteration.
-        dataset: map-style, such as the MixtureDataset of the sampler's sources.
-        batch_size: samples of a batch.
-        place: returns (batches committed so far, number of this replica in the step). The number is None for a replica
-            that does not take part and whose gradients do not count. Called after the quorum of the step, in torchft
-            `lambda: (manager.batches_committed(), manager.participating_rank())`.
+        sampler: the sampler that defines the order and, with its `samples`, the end. Its ranks and position have no
+            effect.
+        dataset: a map-style dataset, such as the MixtureDataset of the sampler's sources.
+        batch_size: samples per batch.
+        place: returns the number of batches committed so far, and the number of this replica in the step. The second
+            number is None if the replica does not participate, so that its gradients are ignored. Called after the
+            quorum of the step. In torchft, pass `lambda: (manager.batches_committed(), manager.participating_rank())`.
         collate_fn: as in torch's DataLoader.
 
     Yields:

@@ -1,5 +1,5 @@
-"""Text documents as rows of tokens: read and tokenized once, then packed by a plan that does not depend on ranks.
+"""Tokenize text documents once, and pack them into rows following a plan that does not depend on ranks.
 
-The dataset is `dataset.Documents`. Formats other than JSON lines, and tokenizers other than bytes, need the extra
-`documents`.
+The dataset class is `dataset.Documents`. Formats other than JSON lines, and tokenizers other than `bytes`, require the
+extra `documents`.
 """

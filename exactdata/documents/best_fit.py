@@ -1,8 +1,8 @@
-"""Pack pieces of documents into rows by best fit decreasing, for millions of documents at once.
+"""Pack pieces of documents into rows using best-fit decreasing. Handles millions of documents.
 
-Pieces are placed from the longest to the shortest, each into the fullest row that has room for it (Ding et al. 2024,
-"Fewer Truncations Improve Language Modeling"). Pieces of the same length are interchangeable, and so are rows that hold
-the same lengths. Both are handled in groups, so the cost is two passes over the documents and one step for each
+Pieces are placed from the longest to the shortest, each into the fullest row in which it fits (Ding et al. 2024, "Fewer
+Truncations Improve Language Modeling"). Pieces of the same length are interchangeable, and so are rows whose pieces
+have the same lengths. Both are processed in groups, so the cost is two passes over the documents and one step for each
 distinct length.
 """
 
@@ -22,30 +22,30 @@ U32 = npt.NDArray[np.uint32]
 
 @dataclass
 class _Group:
-    """Rows that hold the same lengths.
+    """A group of rows whose pieces have the same lengths.
 
     Attributes:
         count: the number of rows.
-        content: (length, pieces of this length in each row, number of the first of them among all pieces of this
-            length).
+        content: tuples of a length, the pieces of this length in each row, and the index of the group's first piece
+            among all pieces of this length.
     """
 
     count: int
     content: list[tuple[int, int, int]] = field(default_factory=list)
 
     def split(self, count: int) -> tuple[_Group, _Group]:
-        """Split into the first `count` rows and the others."""
+        """Split the group into its first `count` rows and the remaining rows."""
         others = [(length, each, first + count * each) for length, each, first in self.content]
         return _Group(count, self.content), _Group(self.count - count, others)
 
 
 class _Rows:
-    """The rows so far, by the room that is left in them."""
+    """The rows filled so far, grouped by the free tokens in each."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.by_room: dict[int, list[_Group]] = defaultdict(list)
-        self._rooms: list[int] = []  # ascending, only rooms that have rows
+        self._rooms: list[int] = []  # free tokens of the groups that have rows, ascending
 
     def _put(self, room: int, group: _Group) -> None:
         if not group.count:
@@ -55,7 +55,7 @@ class _Rows:
         self.by_room[room].append(group)
 
     def _take(self, least: int) -> tuple[int, _Group] | None:
-        """Remove and return a group of the fullest rows with room for at least `least` tokens."""
+        """Remove and return a group of the fullest rows that have at least `least` free tokens."""
         at = bisect_left(self._rooms, least)
         if at == len(self._rooms):
             return None
@@ -66,7 +66,7 @@ class _Rows:
         return room, group
 
     def add(self, length: int, count: int) -> None:
-        """Add `count` pieces of a length that is not greater than any length before."""
+        """Add `count` pieces of length `length`, which must not exceed any length added before."""
         done = 0
         while done < count:
             room, group = self._take(length) or (self.capacity, _Group(count - done))
@@ -81,7 +81,7 @@ class _Rows:
                 last.content.append((length, rest, done))
                 self._put(room - rest * length, last)
                 done += rest
-            if others.content:  # existing rows; new rows that were not needed are dropped
+            if others.content:  # keeps existing rows, drops new rows that were not needed
                 self._put(room, others)
 
 
@@ -89,13 +89,13 @@ def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> tuple[U32, U32]
     """Assign pieces to rows.
 
     Args:
-        lengths: tokens in each piece, shape (n,), from 1 to `capacity`.
-        capacity: tokens in a row.
+        lengths: number of tokens in each piece, from 1 to `capacity`, shape (n,).
+        capacity: number of tokens in a row.
 
     Returns:
-        The numbers of the pieces, row by row, shape (n,), and the index where each row begins, shape (rows + 1,).
+        The indices of the pieces, row by row, shape (n,), and where each row begins among them, shape (rows + 1,).
     """
-    kind = np.uint16 if capacity <= np.iinfo(np.uint16).max else np.uint32  # numpy sorts 16 bits by radix
+    kind = np.uint16 if capacity <= np.iinfo(np.uint16).max else np.uint32  # numpy uses a radix sort for 16 bits
     by_length = np.argsort(lengths.astype(kind), kind="stable").astype(np.uint32)
     counts = np.bincount(lengths)
     firsts = np.cumsum(counts) - counts

@@ -1,7 +1,8 @@
-"""Let one process of many do a piece of work, and the others wait, on any shared file system.
+"""Let one of several processes do a piece of work while the rest wait, on any shared file system.
 
-A claim is a file that its owner touches every few seconds. A waiting process removes a claim that is no longer touched.
-Claims only save work: two owners of the same work produce the same files, and the first rename wins.
+A claim is a file that its owner touches every few seconds. Waiting processes remove a claim that is no longer touched.
+Claims only avoid duplicate work. If two processes do the same work, they produce the same files, and the first rename
+wins.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from exactdata.interrupts import StoppedError
 
 TOUCH_S = 5.0
 STALE_S = 60.0
-"""A claim has lost its owner if it was not touched for this many seconds, by the clock of the waiting process."""
+"""Seconds without a touch after which a claim counts as abandoned, measured by the waiting process."""
 POLL_S = 0.1
 
 
 @contextmanager
 def claimed(path: Path) -> Iterator[bool]:
-    """Hold a claim within the block; the value is False if another process has it.
+    """Try to hold a claim for the duration of the block. Yields False if a different process holds it.
 
     Args:
-        path: the file of the claim, in an existing directory.
+        path: path of the claim file, in an existing directory.
 
     Raises:
-        OSError: the file system fails.
+        OSError: a file system operation fails.
     """
     try:
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
@@ -56,12 +57,12 @@ def claimed(path: Path) -> Iterator[bool]:
 
 def _touch(path: Path, done: threading.Event) -> None:
     while not done.wait(TOUCH_S):
-        with suppress(OSError):  # the file system may work again the next time
+        with suppress(OSError):  # the file system may work again next time
             os.utime(path)
 
 
 class Watch:
-    """Remove claims that have lost their owners.
+    """Remove claims whose owners no longer run.
 
     Args:
         directory: the directory of the claims.
@@ -72,7 +73,7 @@ class Watch:
         self._seen: dict[str, tuple[int, float]] = {}
 
     def remove_dead(self) -> None:
-        """Check all claims once. Call this repeatedly: a claim is judged by whether it changes between calls."""
+        """Check all claims once. Call this repeatedly: a claim is removed if it has not changed between calls."""
         now = time.monotonic()
         for path in list(self.directory.iterdir()):
             with suppress(FileNotFoundError):
@@ -85,7 +86,7 @@ class Watch:
 
 
 def _is_of_dead_process(path: Path) -> bool:
-    """Return whether the owner was a process on this machine that has ended."""
+    """Return whether the owner was a process on this machine that no longer runs."""
     try:
         owner = json.loads(path.read_text())
         if owner["host"] != socket.gethostname():
@@ -93,18 +94,18 @@ def _is_of_dead_process(path: Path) -> bool:
         os.kill(owner["pid"], 0)
     except ProcessLookupError:
         return True
-    except (OSError, ValueError, KeyError, TypeError):  # a process of another user, or a claim that is half written
+    except (OSError, ValueError, KeyError, TypeError):  # a different user's process, or an incomplete claim
         return False
     return False
 
 
 def fill(directory: Path, make: Callable[[Path], None]) -> None:
-    """Create a directory atomically: let `make` fill a temporary directory next to it, sync it and rename it.
+    """Create a directory atomically: call `make` on a temporary directory next to it, then sync and rename that.
 
-    Do nothing if another process creates the directory first.
+    Has no effect if a different process creates the directory first.
 
     Raises:
-        OSError: the file system fails; what was written is removed.
+        OSError: a file system operation fails. Files written so far are removed.
     """
     folder = directory.parent / f".{directory.name}-{uuid.uuid4().hex}"
     try:
@@ -115,7 +116,7 @@ def fill(directory: Path, make: Callable[[Path], None]) -> None:
         sync(folder)
         folder.rename(directory)
     except OSError:
-        if not directory.is_dir():  # else another process created it first, and may have removed `folder`
+        if not directory.is_dir():  # otherwise a different process created it, and may have removed `folder`
             raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -123,21 +124,21 @@ def fill(directory: Path, make: Callable[[Path], None]) -> None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file atomically, even across a power failure."""
+    """Write a file atomically. The file survives a power failure."""
     temporary = path.parent / f".{path.name}-{uuid.uuid4().hex}"
     try:
         temporary.write_bytes(data)
         sync(temporary)
         temporary.replace(path)
     except FileNotFoundError:
-        if not path.is_file():  # else another process wrote it first, and has removed `temporary`
+        if not path.is_file():  # otherwise a different process wrote it, and has removed `temporary`
             raise
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def remove_left(directory: Path, pattern: str = ".*") -> None:
-    """Remove the temporary files that killed processes left in a directory where no process is writing any more."""
+    """Remove the temporary files of killed processes from a directory. No process may still be writing there."""
     for left in directory.glob(pattern):
         if left.is_dir():
             shutil.rmtree(left, ignore_errors=True)
@@ -146,7 +147,7 @@ def remove_left(directory: Path, pattern: str = ".*") -> None:
 
 
 def sync(path: Path) -> None:
-    """Sync a file, or the names in a directory, to disk, so that a power failure does not lose them."""
+    """Sync a file, or the entries of a directory, to disk, so that a power failure does not lose them."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -155,16 +156,16 @@ def sync(path: Path) -> None:
 
 
 def once(directory: Path, claims: Path, make: Callable[[Path], None]) -> None:
-    """Create a directory as `fill` does, in one of the processes that need it, while the others wait.
+    """Create a directory with `fill` in one of the processes that need it, while the rest wait.
 
     Args:
-        directory: the directory to create; its parent exists.
+        directory: the directory to create. Its parent must exist.
         claims: the directory of the claims.
-        make: writes the files into a given directory.
+        make: called with a directory, writes the files into it.
 
     Raises:
         StoppedError: this process was asked to stop.
-        OSError: the file system fails.
+        OSError: a file system operation fails.
     """
     watch = Watch(claims)
     while not directory.is_dir():

@@ -1,4 +1,4 @@
-"""Documents as a map-style dataset of packed rows."""
+"""Provide documents as a map-style dataset of packed rows."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ IGNORED = -100
 
 
 class Documents(Dataset[Batch]):
-    """Documents, tokenized once and packed into rows of `sequence_length` tokens; a row is a sample.
+    """Documents, tokenized once and packed into rows of `sequence_length` tokens. Each row is a sample.
 
-    Every token of every document is in exactly one row, unless `long` leaves tokens out. The first start prepares the
-    documents (`prepare`). Other processes wait for it, and later starts open memory maps. A row has these values, each
-    of shape (T,):
+    Every token of every document is in exactly one row, unless `long` drops tokens. The first process to construct the
+    dataset prepares the documents (see `prepare`), while other processes wait. Afterwards, constructing it only opens
+    memory maps. A row is a dict of these tensors, each of shape (T,):
 
-    - `input_ids`: int64; 0 at padding, which is at the end of a row;
-    - `labels`: int64, the next token of the same document; -100 at the last token of a document, at padding, and before
-      a token of a chat that is not trained on;
-    - `position_ids`: int64, counted from 0 in each piece of a document;
-    - `document_ids`: int64, the number of the document in this source; -1 at padding.
+    - `input_ids`: int64. Padding is at the end of a row and has the value 0.
+    - `labels`: int64, the next token of the same document. The label is -100 at the last token of a document, at
+      padding, and before a chat token that is not trained on.
+    - `position_ids`: int64, counted from 0 in each piece of a document.
+    - `document_ids`: int64, the number of the document in this source, or -1 at padding.
 
     Example:
         ```python
@@ -56,22 +56,25 @@ class Documents(Dataset[Batch]):
         ```
 
     Args:
-        paths: files (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow of `datasets`, .txt), folders, globs, or a list.
+        paths: a file (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow from `datasets`, .txt), a folder, a glob, or a
+            list of these.
         sequence_length: T, at least 1.
         text: the key or column with the text.
-        messages: the key or column with a chat, a list of messages with `role` and `content`, in place of `text`.
+        messages: the key or column with a chat, which is a list of messages with `role` and `content`. It replaces
+            `text`.
         tokenizer: `bytes`, a tokenizer.json, or the folder of a Hugging Face tokenizer.
-        packing: `best_fit` (whole documents, with little padding), `stream` (end to end, cut at every row), or `none`
-            (one document in a row).
-        long: how to treat documents longer than T: `split` them, `truncate` or `drop` them.
+        packing: `best_fit` (complete documents with little padding), `stream` (documents joined end to end and cut into
+            rows), or `none` (one document per row).
+        long: whether to `split`, `truncate` or `drop` documents longer than T.
         split: `train`, `eval` (5 % of the documents, chosen by their content) or `all`.
-        end_token: the token after each document. `auto`: the end token of the tokenizer, if it has one. `none`: no
-            token.
-        pattern: which files of a folder are read; None: files of a known kind.
-        train_on: roles of the messages that are trained on.
-        chat_template: template of the messages, in Jinja, or its file; None: the template of the tokenizer, or ChatML.
-        vocab_size: the largest vocabulary that the tokenizer may have; None: not checked.
-        cache_dir: where the result is kept; None: $RUNNER_CACHE or ~/.cache/runner.
+        end_token: the token to append to each document. `auto` means the tokenizer's end token, if it has one, and
+            `none` means no token.
+        pattern: pattern of the files to read in a folder. If None, all files with a supported suffix.
+        train_on: roles whose messages are trained on.
+        chat_template: a Jinja chat template, or the path of one. If None, the tokenizer's template, or ChatML if it has
+            none.
+        vocab_size: the largest vocabulary that the tokenizer may have. If None, it is not checked.
+        cache_dir: directory of the prepared documents. If None, $RUNNER_CACHE, or ~/.cache/runner if that is not set.
 
     Raises:
         DataError: a path, column, tokenizer or option is wrong, or the cache cannot be written.
@@ -125,11 +128,11 @@ class Documents(Dataset[Batch]):
         """Prepare the documents without opening them, and return a report.
 
         Args:
-            workers: number of processes; None: one for each core.
-            arguments: arguments of the constructor.
+            workers: number of processes. If None, one per core.
+            arguments: arguments for the constructor.
 
         Raises:
-            DataError: as the constructor.
+            DataError: as for the constructor.
         """
         names = ("paths", "text", "messages", "tokenizer", "end_token", "pattern", "train_on", "chat_template")
         of_plan = ("sequence_length", "packing", "long", "split")
@@ -148,11 +151,11 @@ class Documents(Dataset[Batch]):
 
     @property
     def total_tokens(self) -> int:
-        """Return the number of tokens of all rows, without padding."""
+        """Return the number of tokens in all rows, without padding."""
         return self.packed.tokens
 
     def measure(self, rows: I64) -> I64:
-        """Return the number of tokens in each row and of documents that begin in it, int64 of shape (B, 2)."""
+        """Return the number of tokens, and of documents that begin, in each row, int64 of shape (B, 2)."""
         return self.packed.measure(rows)
 
     def __len__(self) -> int:
@@ -168,7 +171,7 @@ class Documents(Dataset[Batch]):
             indices: row numbers, shape (B,).
 
         Returns:
-            The tensors that the class describes, each of shape (B, T).
+            The tensors listed in the docstring of the class, each of shape (B, T).
 
         Raises:
             IndexError: an index is outside [0, len).
@@ -179,9 +182,9 @@ class Documents(Dataset[Batch]):
         rows, length = len(wanted), self.sequence_length
         which, documents, first, lengths = self.packed.pieces(wanted)
         filled = np.bincount(which, lengths, rows).astype(np.int64)
-        widths = lengths.copy()  # of the pieces, each with the padding after it
+        widths = lengths.copy()  # length of each piece, including the padding after it
         widths[np.searchsorted(which, np.arange(rows), side="right") - 1] += length - filled
-        at = np.cumsum(widths) - widths  # offset of each piece in the batch, end to end
+        at = np.cumsum(widths) - widths  # offset of each piece in the concatenated batch
         names = np.repeat(documents, widths)
         positions = self._count(rows * length) - np.repeat(at, widths)
         ids, labels = self._gathered(at, documents, first, lengths, rows * length)
@@ -193,28 +196,28 @@ class Documents(Dataset[Batch]):
         return {key: torch.from_numpy(value.reshape(rows, length)) for key, value in found.items()}
 
     def _count(self, size: int) -> I64:
-        """Return the numbers below `size`. They are kept, because making them takes longer than copying them."""
+        """Return the integers below `size`, from a cache, because computing them takes longer than copying them."""
         counted = self._counted
         if len(counted) != size:
             counted = self._counted = np.arange(size)
         return counted
 
     def _gathered(self, at: I64, documents: I64, first: I64, lengths: I64, size: int) -> tuple[I64, I64]:
-        """Return tokens and labels of a batch end to end, int64 of shape (size,), with arbitrary values at padding.
+        """Return the concatenated tokens and labels of a batch, int64 of shape (size,). Padding has arbitrary values.
 
         Args:
             at: offset of each piece in the batch.
             documents: document of each piece.
             first: offset of each piece in its document.
-            lengths: tokens of each piece.
-            size: tokens of the batch, with padding.
+            lengths: number of tokens of each piece.
+            size: number of tokens in the batch, including padding.
         """
         index = self.packed.index
         begins = index.offsets[documents]
         starts = begins + first
         if self.packed.report["long"] == "truncate":
             left = np.zeros(len(documents), bool)
-        else:  # the label of the last token of a piece is the first token of the next piece, in another row
+        else:  # the label of a piece's last token is the first token of the next piece, which is in a different row
             left = starts + lengths < index.offsets[documents + 1]
         parts = np.searchsorted(index.part_starts, starts, side="right") - 1
         starts -= index.part_starts[parts]
@@ -236,7 +239,7 @@ class Documents(Dataset[Batch]):
         return ids, labels
 
     def _shard(self, part: int) -> Any:
-        """Return the tokens of a part. Open it at its first use."""
+        """Return the tokens of a part. Opens the token shard on first use."""
         if self._tokens[part] is None:
             index = self.packed.index
             size = int(index.part_starts[part + 1] - index.part_starts[part])
@@ -254,10 +257,10 @@ class Documents(Dataset[Batch]):
 
 
 def _opened(path: Path, dtype: np.dtype[Any], size: int) -> Any:
-    """Map a token shard into memory.
+    """Memory-map a token shard.
 
     Raises:
-        DataError: the shard is missing, or has another size than when it was written.
+        DataError: the shard is missing, or its size has changed since it was written.
     """
     problem = ""
     try:
@@ -272,7 +275,7 @@ def _opened(path: Path, dtype: np.dtype[Any], size: int) -> Any:
 
 
 def _report(packed: PackedRows) -> dict[str, Any]:
-    """Report the counts of the documents and of their plan; JSON-serializable."""
+    """Return a JSON-serializable report with counts from the documents and their pack plan."""
     index = packed.index
     return {"directory": str(index.store.directory), **index.report(), "plan": packed.report}
 
@@ -312,7 +315,7 @@ def spec_of(
     train_on: Sequence[str] = ("assistant",),
     chat_template: str | None = None,
 ) -> Spec:
-    """Return the specification of a preparation. The arguments are those of `Documents`.
+    """Return the specification of a preparation. Takes the same arguments as `Documents`.
 
     Raises:
         DataError: a path or the tokenizer is wrong.

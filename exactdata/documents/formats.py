@@ -1,7 +1,7 @@
-"""Read the documents of a file: JSON lines, plain or compressed, Parquet, Arrow, and text files.
+"""Read documents from JSON lines (plain or compressed), Parquet, Arrow and text files.
 
-A file is read in slices, so that several processes can share a large file. A document that cannot be read is yielded as
-`Broken` with the reason, and reading continues after it.
+Files are read in slices, so that several processes can share a large file. For a document that cannot be read, a
+`Broken` with the reason is yielded, and reading continues with the next document.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ import orjson
 from exactdata.errors import DataError
 
 WHOLE = -1
-"""The stop of a slice that is an entire file."""
+"""The `stop` of a slice that covers the complete file."""
 JSON_LINES = (".jsonl", ".jsonl.zst", ".jsonl.gz")
 SUFFIXES = (*JSON_LINES, ".parquet", ".arrow", ".txt")
 TOO_MUCH = 200
-"""The most characters of an error that are reported."""
+"""The maximum number of characters of an error message that are reported."""
 
 
 @dataclass(frozen=True)
 class Broken:
-    """The reason why a document cannot be used, yielded in its place."""
+    """The reason why a document cannot be used. Yielded in place of the document."""
 
     reason: str
     detail: str = ""
 
 
 Found = tuple[int, Any]
-"""Line or row in the slice, counted from 1, and the value in the column, or `Broken`."""
+"""Line or row number in the slice, counted from 1, and the value of the column, or `Broken`."""
 
 
 def kind_of(path: Path) -> str:
-    """Return the suffix that decides how a file is read.
+    """Return the file suffix that determines how to read the file.
 
     Raises:
-        DataError: the suffix is not in `SUFFIXES`, or a library that reads such files is missing.
+        DataError: the suffix is not in `SUFFIXES`, or the library for such files is not installed.
     """
     found = next((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), None)
     if found is None:
@@ -59,7 +59,7 @@ def imported(library: str, what_for: str) -> Any:
     """Import an optional library.
 
     Raises:
-        DataError: it is not installed.
+        DataError: the library is not installed.
     """
     from importlib import import_module
 
@@ -77,12 +77,12 @@ def slices_of(path: Path, size: int, most: int) -> list[tuple[int, int, int]]:
 
     Args:
         path: the file.
-        size: bytes of the file.
-        most: bytes of a slice.
+        size: size of the file in bytes.
+        most: approximate size of a slice in bytes.
 
     Returns:
-        Start, stop and bytes of each slice. Start and stop are bytes of JSON lines, and row groups of Parquet. A file
-        that can only be read from its beginning is one slice, up to `WHOLE`.
+        Start, stop and size in bytes of each slice. Start and stop are byte offsets for JSON lines, and row groups for
+        Parquet. A file that can only be read sequentially is one slice, whose stop is `WHOLE`.
     """
     kind = kind_of(path)
     if kind == ".jsonl":
@@ -92,7 +92,7 @@ def slices_of(path: Path, size: int, most: int) -> list[tuple[int, int, int]]:
     if kind == ".parquet" and size > most:
         try:
             groups = imported("pyarrow.parquet", str(path)).ParquetFile(path).metadata.num_row_groups
-        except (OSError, ValueError):  # `read` reports it
+        except (OSError, ValueError):  # `read` will report the error
             groups = 1
         each = max(1, groups * most // size)
         starts = range(0, groups, each)
@@ -107,7 +107,7 @@ def read(path: Path, start: int, stop: int, column: str) -> Iterator[Found]:
         path: the file.
         start: start of the slice.
         stop: stop of the slice.
-        column: the key or column of the text, or of the messages.
+        column: the key or column that contains the text or the messages.
 
     Raises:
         OSError: the file cannot be read.
@@ -143,7 +143,7 @@ def _lines(path: Path, kind: str, start: int, stop: int) -> Iterator[bytes | Bro
 
 
 class _Zstandard(io.RawIOBase):
-    """Decompress a file of zstandard frames. Raise an error for an incomplete frame, instead of ending there."""
+    """Decompress a file of zstandard frames. Raises an error if the last frame is incomplete."""
 
     def __init__(self, file: BinaryIO, library: Any) -> None:
         self._file, self._library = file, library
@@ -173,9 +173,9 @@ class _Zstandard(io.RawIOBase):
 
 
 def _lines_between(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
-    """Yield the lines that begin in the bytes from `start` to `stop`."""
+    """Yield the lines that begin at a byte offset from `start` up to `stop`."""
     position = start
-    if start:  # a line that begins at `start` follows the end of another line
+    if start:  # drops a partial line; a line that begins at `start` is kept
         file.seek(start - 1)
         position += len(file.readline()) - 1
     while position < stop and (line := file.readline()):
@@ -192,7 +192,7 @@ def _value(line: bytes, column: str) -> Any:
     except ValueError as error:
         try:  # json accepts NaN and integers of any size
             record = json.loads(text)
-            json.dumps(record, ensure_ascii=False).encode()  # fails for half of a surrogate pair
+            json.dumps(record, ensure_ascii=False).encode()  # raises if the text contains an unpaired surrogate
         except (ValueError, RecursionError):
             return Broken("broken line: no JSON", str(error)[:TOO_MUCH])
     if not isinstance(record, dict):
@@ -222,7 +222,7 @@ def _parquet(path: Path, start: int, stop: int, column: str) -> Iterator[Any]:
             return
         for batch in file.iter_batches(batch_size=1024, row_groups=list(groups), columns=[column]):
             yield from batch.column(0).to_pylist()
-    except (ValueError, OSError) as error:  # pyarrow's own errors are subclasses of both
+    except (ValueError, OSError) as error:  # pyarrow's errors are subclasses of these two
         if isinstance(error, OSError) and error.errno is not None:
             raise
         yield Broken("damaged file: the rest is lost", str(error).splitlines()[0][:TOO_MUCH])

@@ -1,12 +1,12 @@
-"""Plan which documents are in which row, once, and memory-map the plan. Imports no torch.
+"""Plan once which documents are in which row, and memory-map the plan. Does not import torch.
 
-A row has `sequence_length` tokens and consists of *pieces*: a piece is a document, or a part of a long one. With
-`packing=best_fit` or `none` the rows are, in this order:
+A row has `sequence_length` tokens and consists of *pieces*. A piece is a document, or a part of a long document. With
+`packing=best_fit` or `none`, the rows are in this order:
 
-- full rows: each has `sequence_length` tokens of one long document, which `long=split` cuts;
-- the other rows, which hold the rest of each document. The plan lists their documents, row by row.
+- Full rows, each with `sequence_length` tokens of one long document that `long=split` has split.
+- Rows with the remaining tokens of each document. The plan lists the documents in them, row by row.
 
-With `packing=stream` a row is the next `sequence_length` tokens of all documents, joined end to end.
+With `packing=stream`, all documents are joined end to end, and each row is the next `sequence_length` tokens.
 
     order.npy    the documents row by row; of a stream, all of them      4 bytes a document
     starts.npy   index in it where each row begins; of a stream, offset
@@ -36,11 +36,11 @@ from exactdata.paths import usable_cache
 
 MOST = np.iinfo(np.uint32).max
 Pieces = tuple[I64, I64, I64, I64]
-"""Index of the row among the requested rows, document, offset of the first token in the document, and length."""
+"""Index of the row among the requested rows, document, offset of the piece in the document, and length."""
 
 
 class Packing(Enum):
-    """How documents are packed into rows."""
+    """Ways to pack documents into rows."""
 
     best_fit = "best_fit"
     stream = "stream"
@@ -48,7 +48,7 @@ class Packing(Enum):
 
 
 class Long(Enum):
-    """How a document with more tokens than a row is treated."""
+    """Ways to treat a document with more tokens than a row."""
 
     split = "split"
     truncate = "truncate"
@@ -60,10 +60,10 @@ SPLITS = ("all", "train", "eval")
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options that determine a plan of given documents; see `Documents`.
+    """The options that determine the pack plan of given documents; see `Documents`.
 
     Raises:
-        DataError: an option has a value that is not allowed.
+        DataError: the value of an option is not allowed.
     """
 
     sequence_length: int
@@ -91,14 +91,14 @@ class PlanOptions:
 
 
 def make_plan(index: Index, options: PlanOptions) -> PackedRows:
-    """Write a plan, or open it if it exists.
+    """Write a pack plan, or open it if it already exists.
 
     Args:
         index: index of the documents.
         options: options of the plan.
 
     Raises:
-        DataError: no document is left, there are too many, or the cache cannot be written.
+        DataError: there are no documents or too many documents to pack, or the cache cannot be written.
     """
     directory = index.store.plans / options.key
     with usable_cache(directory, "the pack plan"):
@@ -168,7 +168,7 @@ def _rows(lengths: I64, documents: Any, folder: Path, options: PlanOptions) -> i
 
 
 class PackedRows:
-    """The rows of a source: the documents in each row, and the rows of each document.
+    """The rows of a source. Looks up the documents in each row, and the rows of each document.
 
     Args:
         index: index of the documents.
@@ -176,10 +176,10 @@ class PackedRows:
 
     Attributes:
         tokens: number of tokens in all rows, without padding.
-        documents: number of documents that are in any row.
+        documents: number of documents that are in at least one row.
 
     Raises:
-        DataError: files are missing or damaged.
+        DataError: a file is missing or damaged.
     """
 
     def __init__(self, index: Index, directory: Path) -> None:
@@ -199,7 +199,7 @@ class PackedRows:
 
     @classmethod
     def open(cls, directory: Path) -> PackedRows:
-        """Open a plan by its directory.
+        """Open the plan in a directory.
 
         Raises:
             DataError: the plan is missing or damaged.
@@ -219,10 +219,10 @@ class PackedRows:
         return PackedRows.open, (self.directory,)
 
     def pieces(self, rows: I64) -> Pieces:
-        """Return the pieces of rows, in the order of the rows and from left to right in each.
+        """Return the pieces of the given rows, in the order of the rows and from left to right within each row.
 
         Args:
-            rows: int64, shape (B,), within [0, len): not checked.
+            rows: int64 of shape (B,). They must be in [0, len), which is not checked.
 
         Returns:
             Four int64 arrays of shape (P,): the index in `rows`, the document, the offset of the first token of the
@@ -265,7 +265,7 @@ class PackedRows:
         return which, documents, offsets, lengths
 
     def _rests(self, documents: I64) -> tuple[I64, I64]:
-        """Return offset and length of the part of each document that is not in full rows."""
+        """Return the offset and length of the part of each document that is not in full rows."""
         sizes = self.index.offsets[documents + 1] - self.index.offsets[documents]
         if self._cut:
             sizes = np.minimum(sizes, self.sequence_length)
@@ -273,7 +273,7 @@ class PackedRows:
         return sizes - lengths, lengths
 
     def measure(self, rows: I64) -> I64:
-        """Return the number of tokens in each row and of documents that begin in it, int64 of shape (B, 2)."""
+        """Return the number of tokens, and of documents that begin, in each row, int64 of shape (B, 2)."""
         which, _, first, lengths = self.pieces(np.asarray(rows, np.int64))
         found = np.zeros((len(rows), 2), np.int64)
         np.add.at(found[:, 0], which, lengths)
@@ -281,7 +281,7 @@ class PackedRows:
         return found
 
     def rows_of(self, document: int) -> I64:
-        """Return the rows that have a piece of a document, int64 of shape (R,); empty if the plan leaves it out.
+        """Return the rows that have a piece of a document, int64 of shape (R,). R is 0 if the plan drops it.
 
         Raises:
             DataError: there is no such document.
@@ -301,21 +301,21 @@ class PackedRows:
         return np.concatenate([full, packed]).astype(np.int64)
 
     def where(self, documents: I64) -> list[tuple[str, int]]:
-        """Return file and line (from 1) of each document."""
+        """Return the file and the line (from 1) of each document."""
         return self.index.where(documents)
 
     def find(self, file: str, line: int) -> int:
-        """Return the document in a line of a file; see `Index.find`."""
+        """Return the number of the document at a line of a file; see `Index.find`."""
         return self.index.find(file, line)
 
 
 def _searched(array: Any, values: Any, side: Literal["left", "right"] = "left") -> Any:
-    """Search a memory map with values of its dtype: for other values numpy would copy the map."""
+    """Search a memory map after casting `values` to its dtype, because numpy would otherwise copy the map."""
     return np.searchsorted(array, np.asarray(values, array.dtype), side=side)
 
 
 def _ranges(first: I64, counts: I64) -> tuple[I64, I64]:
-    """Return the numbers first[i] to first[i] + counts[i] - 1 of each i in turn, and before them their i."""
+    """Concatenate the ranges first[i] to first[i] + counts[i] - 1. Return the i of each number, and the numbers."""
     which = np.repeat(np.arange(len(first)), counts)
     ends = np.cumsum(counts)
     return which, np.arange(len(which)) - np.repeat(ends - counts - first, counts)

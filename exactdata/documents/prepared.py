@@ -1,4 +1,4 @@
-"""Describe a preparation of documents and lay out its files: token shards by part, and an index of the documents.
+"""Describe how documents are prepared, and lay out the resulting files: token shards and an index of the documents.
 
     spec.json         the files, the column, the tokenizer, and the parts
     parts/00000/      tokens.bin, trained.bin (of chats), lengths.npy, lines.npy, held.npy, dropped.jsonl, part.json
@@ -6,7 +6,7 @@
     plans/KEY/        see `exactdata.documents.packed`
     claims/           the work that processes have claimed
 
-A *part* is a slice of one large file, or several small files. Its directory appears when it is complete.
+A *part* is a slice of one large file, or several small files. Its directory appears only once the part is complete.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from exactdata.errors import DataError
 from exactdata.order.arrays import I64
 
 FORMAT = 1
-"""Version of the files. Increase it when they change: it is part of every key."""
+"""Version of the file formats, which is part of every key. Increase it when a format changes."""
 SMALL, LARGE, MANY = 1 << 20, 1 << 26, 4096
-"""A part has 1 to 64 MiB. It has more where there would be more than 4,096 parts."""
+"""A part is 1 to 64 MiB in size, or more if there would otherwise be over 4,096 parts."""
 
 Slice = tuple[int, int, int]
-"""The number of a file, and the start and stop that `exactdata.documents.formats.read` takes."""
+"""The index of a file in `files`, and the start and stop for `exactdata.documents.formats.read`."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """The documents to prepare, and how.
+    """The documents to prepare, and the options of the preparation.
 
     Attributes:
         files: absolute paths.
-        stats: size and modification time in nanoseconds of each file.
-        column: column of the text or of the messages.
-        chat: whether the column holds messages.
+        stats: size in bytes and modification time in nanoseconds of each file.
+        column: the key or column that contains the text or the messages.
+        chat: whether the column contains messages.
         train_on: the roles that are trained on.
         tokenizer: the tokenizer, as `TokenizerSpec` describes it.
         parts: the slices of each part.
-        bytes: bytes of each part, as stored in the files.
+        bytes: size of each part in bytes, as stored in the files.
     """
 
     files: list[str]
@@ -66,7 +66,7 @@ class Spec:
         """Stat the files, and split them into parts.
 
         Raises:
-            DataError: a file is missing, or of an unknown kind.
+            DataError: a file is missing, or has an unsupported suffix.
         """
         try:
             found = [file.stat() for file in files]
@@ -89,9 +89,9 @@ class Spec:
 
     @property
     def key(self) -> str:
-        """Return a digest of everything that determines the result: the files by path, size and time, and all options.
+        """Return a digest of everything that determines the result: path, size and time of each file, and all options.
 
-        Paths are included, because files unpacked from two archives may share name, size and time.
+        Complete paths are included, because files unpacked from two archives may have the same name, size and time.
         """
         chat = [self.train_on, self.tokenizer.chat_template, self.tokenizer.names] if self.chat else None
         values = [FORMAT, self.files, self.stats, self.column, chat, self.tokenizer.to_json(), self.parts]
@@ -106,7 +106,7 @@ class Spec:
         return cls(**value | {"tokenizer": TokenizerSpec(**value["tokenizer"]), "parts": parts})
 
     def check_unchanged(self, number: int) -> None:
-        """Check that a file is as it was when the preparation began.
+        """Check that a file has not changed since the preparation began.
 
         Raises:
             DataError: the file has changed.
@@ -120,7 +120,7 @@ class Spec:
 
 
 class Store:
-    """The paths of one preparation.
+    """The paths of one preparation's files.
 
     Args:
         directory: directory of the preparation.
@@ -155,7 +155,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        what = path if path.name == "spec.json" else path.parent  # deleting it is enough to have it made again
+        what = path if path.name == "spec.json" else path.parent  # the path to delete, so that it is created again
         raise DataError(
             f"{path}: prepared documents are missing or damaged ({error}): delete {what} to prepare anew"
         ) from error
@@ -169,12 +169,12 @@ class Index:
 
     Attributes:
         offsets: where each document begins among all tokens, and the end: int64, shape (documents + 1,).
-        held: whether a document belongs to the 5 % that are held out, chosen by content: bool, shape (documents,).
+        held: whether each document is among the 5 % that are held out, chosen by content: bool, shape (documents,).
         part_starts: where each part begins among all tokens, and the end.
         content: a digest of all tokens.
 
     Raises:
-        DataError: files are missing or damaged.
+        DataError: a file is missing or damaged.
     """
 
     def __init__(self, store: Store) -> None:
@@ -202,13 +202,13 @@ class Index:
         return len(self.held)
 
     def report(self) -> dict[str, Any]:
-        """Return the findings of the preparation: counts, lengths, and reasons why documents were dropped."""
+        """Return a report of the preparation: counts, lengths, and the reasons why documents were dropped."""
         report: dict[str, Any] = read_json(self.store.index / "report.json")
         return report
 
     @cached_property
     def _slices(self) -> I64:
-        """Return first document, file, and number of earlier lines in the file of each slice, shape (slices, 3)."""
+        """Return each slice's first document, file, and number of preceding lines in the file, shape (slices, 3)."""
         slices: I64 = self._mapped("slices")
         return slices
 
@@ -217,21 +217,21 @@ class Index:
         return self._mapped("lines")
 
     def where(self, documents: I64) -> list[tuple[str, int]]:
-        """Return file and line (from 1) of each document."""
+        """Return the file and the line (from 1) of each document."""
         at = np.searchsorted(self._slices[:, 0], documents, side="right") - 1
         files = self._slices[at, 1].tolist()
         lines = (self._slices[at, 2] + self._lines[documents]).tolist()
         return [(self.store.spec.files[file], line) for file, line in zip(files, lines, strict=True)]
 
     def find(self, file: str, line: int) -> int:
-        """Return the number of the document in a line of a file.
+        """Return the number of the document at a line of a file.
 
         Args:
             file: path of the file, or the end of the path.
-            line: line, counted from 1.
+            line: number of the line, counted from 1.
 
         Raises:
-            DataError: there is no such file, or no document in this line.
+            DataError: there is no such file, or no document at this line.
         """
         files = [number for number, path in enumerate(self.store.spec.files) if f"/{path}".endswith(f"/{file}")]
         if len(files) != 1:

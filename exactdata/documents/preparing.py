@@ -1,7 +1,7 @@
-"""Prepare documents in one process per core, together with other processes and machines that need the same documents.
+"""Prepare documents with one process per core, and share the work with other processes and machines.
 
-Every process works on parts that no other process has claimed: ranks of a job, several runs, tasks of a Slurm array.
-A killed process loses only the part that it was preparing. The next start continues with that part.
+Each process claims parts that no other has claimed. The processes may be ranks of one job, separate runs, or tasks of a
+Slurm array. A killed process loses only the part that it was preparing, and a rerun resumes with that part.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ from exactdata.ranks import current_ranks
 
 LONG_POLL_S = 1.0
 LINE_S = 30.0
-"""Seconds between two lines of progress where the output is not a terminal."""
+"""Seconds between two progress lines if the output is not a terminal."""
 PERCENTILES = (0, 10, 50, 90, 99, 100)
 
 
 def prepare(spec: Spec, cache_dir: Path, workers: int | None = None) -> Index:
-    """Prepare documents, or wait until other processes have prepared them; return at once if they are complete.
+    """Prepare documents, or wait for other processes to prepare them. Return immediately if they are complete.
 
     Args:
         spec: the documents to prepare.
-        cache_dir: directory that holds the result, under its key.
-        workers: number of processes; 0: only this process; None: the number of cores divided by the local ranks.
+        cache_dir: directory in which the result is stored, in a subdirectory named after its key.
+        workers: number of worker processes. If 0, this process does all the work. If None, the number of cores divided
+            by the number of local ranks.
 
     Raises:
-        DataError: a file is missing, has changed or is damaged as a whole, no document in it can be used, or the cache
-            cannot be written.
+        DataError: a file is missing, has changed or cannot be read at all, no document can be used, or the cache cannot
+            be written.
         StoppedError: this process was asked to stop.
     """
     store = store_of(spec, cache_dir)
@@ -56,7 +57,7 @@ def prepare(spec: Spec, cache_dir: Path, workers: int | None = None) -> Index:
         if not store.is_complete:
             for folder in (store.parts, store.plans, store.claims):
                 folder.mkdir(parents=True, exist_ok=True)
-            # Written again at every start: the existing file may be incomplete.
+            # Write the spec at every start, because an existing file may be incomplete.
             write(store.spec_path, json.dumps(spec.to_json()).encode())
             _Preparation(store, workers).run()
             remove_left(store.parts)
@@ -72,7 +73,7 @@ def store_of(spec: Spec, cache_dir: Path) -> Store:
 
 @dataclass
 class _Preparation:
-    """The preparation of all parts, as seen by one process."""
+    """One process's view of the preparation of all parts."""
 
     store: Store
     workers: int | None
@@ -81,7 +82,7 @@ class _Preparation:
     errors: list[Any] = field(default_factory=list)
 
     def run(self) -> None:
-        """Work until all parts are complete."""
+        """Prepare parts, or wait, until all parts are complete."""
         watch, progress = Watch(self.store.claims), _Progress(self)
         if self.workers == 0:
             watch.remove_dead()
@@ -113,7 +114,7 @@ class _Preparation:
 
     @contextmanager
     def _started(self) -> Iterator[subprocess.Popen[bytes]]:
-        """Run a worker that ends with this process."""
+        """Start a worker process that ends when this process ends."""
         process = subprocess.Popen(
             [sys.executable, "-m", worker.__name__, str(self.store.directory)],
             stdin=subprocess.PIPE,
@@ -154,13 +155,13 @@ class _Preparation:
 
         Raises:
             DataError: the worker has ended with an error.
-            OSError: the file system has failed in the worker.
+            OSError: a file system operation failed in the worker.
         """
         code = process.poll()
         if code:
             if interrupts.requested():
                 raise StoppedError("the preparation of documents was asked to stop; it continues at the next start")
-            time.sleep(0.1)  # until its last line is read
+            time.sleep(0.1)  # wait until its last line has been read
             for error in self.errors:
                 if "error" in error:
                     raise DataError(error["error"])
@@ -174,7 +175,7 @@ class _Preparation:
 
 
 class _Progress:
-    """Print the progress of a preparation repeatedly, on the first rank."""
+    """Print the progress of a preparation repeatedly, on the first rank only."""
 
     def __init__(self, of: _Preparation) -> None:
         self.of, self.spec = of, of.store.spec
@@ -186,11 +187,11 @@ class _Progress:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds since the beginning."""
+        """Return the seconds since the preparation began."""
         return time.monotonic() - self.began
 
     def show(self, pending: list[int]) -> None:
-        """Print the progress if a line is due."""
+        """Print a progress line if one is due."""
         left = sum(self.spec.bytes[number] for number in pending)
         total = max(1, sum(self.spec.bytes))
         now = time.monotonic()
@@ -209,7 +210,7 @@ class _Progress:
         self.printed, self.shown = now, True
 
     def end(self) -> None:
-        """Print a summary of the work of this process."""
+        """Print a summary of the documents that this process prepared."""
         if self.of.documents and not self.silent:
             self._print(
                 f"prepared {self.of.documents:,} documents ({self.of.tokens:,} tokens) of "
@@ -230,10 +231,10 @@ def _shortened(files: list[str]) -> str:
 
 
 def _write_index(store: Store, folder: Path) -> None:
-    """Join the indices of all parts.
+    """Merge the indices of all parts.
 
     Raises:
-        DataError: there is no document in them, or no chat has a turn to train on.
+        DataError: the parts contain no document, or no chat has a message to train on.
     """
     spec = store.spec
     parts = [read_json(store.part(number) / "part.json") for number in range(len(spec.parts))]
@@ -278,7 +279,7 @@ def _write_index(store: Store, folder: Path) -> None:
 
 def _array(path: Path, kind: Any, size: int) -> Any:
     made = np.lib.format.open_memmap(path, "w+", kind, (size,))
-    with open(path, "rb+") as file:  # a full disk is an error here; in a memory map it would kill the process
+    with open(path, "rb+") as file:  # a full disk raises an error here, but kills a process that writes to a memory map
         os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     return made
 
@@ -287,7 +288,7 @@ _PER_DOCUMENT = (("lines", np.uint32), ("held", np.bool_))
 
 
 def _slices(spec: Spec, parts: list[Any]) -> tuple[Any, list[list[int]]]:
-    """Return the rows of `slices.npy`, and the number of earlier lines in the file for each slice of each part."""
+    """Return the rows of `slices.npy`, and the number of preceding lines in the file for each slice of each part."""
     rows, first = [], 0
     starts: list[list[int]] = []
     lines: Counter[int] = Counter()
@@ -302,7 +303,7 @@ def _slices(spec: Spec, parts: list[Any]) -> tuple[Any, list[list[int]]]:
 
 
 def _log_dropped(store: Store, starts: list[list[int]], folder: Path) -> None:
-    """Write the dropped documents with file names and the line numbers in these files."""
+    """Write the list of dropped documents, with file names and line numbers."""
     spec = store.spec
     with open(folder / "dropped.jsonl", "w") as log:
         for number, slices in enumerate(spec.parts):
@@ -331,7 +332,7 @@ def _report(spec: Spec, offsets: Any, dropped: Counter[str], held: Any) -> dict[
 
 
 def _nothing(store: Store, dropped: Counter[str]) -> str:
-    """Explain why no document could be used."""
+    """Explain why no document can be used."""
     logs = ((number, store.part(number) / "dropped.jsonl") for number in range(len(store.spec.parts)))
     found = next(((number, log) for number, log in logs if log.stat().st_size), None)
     if found is None:

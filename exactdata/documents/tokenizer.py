@@ -1,4 +1,4 @@
-"""Load tokenizers: bytes, a tokenizer.json of the library `tokenizers`, or the folder of a Hugging Face model."""
+"""Load tokenizers: bytes, a tokenizer.json from the `tokenizers` library, or the folder of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 PIECE = 1 << 23
-"""Characters tokenized at once: each token takes about 90 bytes of memory. Longer texts are cut after a line."""
+"""Maximum characters tokenized at once. Each token needs about 90 bytes. Longer texts are split after a line."""
 Spans = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """The parameters that determine the tokens of a text, as they are stored with the tokens.
+    """The parameters that determine the tokens of a text. They are stored with the tokens.
 
     Attributes:
-        json: the tokenizer.json; empty for bytes.
-        end: the token after each document; None: no token.
-        vocab_size: one more than the largest token.
-        chat_template: template of messages, in Jinja.
-        names: the values of `bos_token`, `eos_token` and similar names in the template.
+        json: content of the tokenizer.json, or an empty string for `bytes`.
+        end: the token to append to each document. If None, no token.
+        vocab_size: the largest token id plus one.
+        chat_template: the chat template, in Jinja.
+        names: the values of variables such as `bos_token` and `eos_token` in the template.
     """
 
     json: str
@@ -49,7 +49,7 @@ class TokenizerSpec:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Return the smallest unsigned dtype that holds all tokens, of 1, 2 or 4 bytes."""
+        """Return the smallest unsigned dtype (1, 2 or 4 bytes) that can represent all tokens."""
         return np.min_scalar_type(self.vocab_size - 1)
 
     def to_json(self) -> dict[str, Any]:
@@ -63,12 +63,14 @@ def load(tokenizer: str | Path, end_token: str, chat_template: str | None) -> To
     """Load a tokenizer.
 
     Args:
-        tokenizer: `bytes`, a tokenizer.json, or a folder that has one or that transformers can convert.
-        end_token: the token after each document; `none`; or `auto`: the end token of the folder, or a well-known one.
-        chat_template: a template in Jinja, or its file; None: the template of the folder, or ChatML.
+        tokenizer: `bytes`, the path of a tokenizer.json, or a folder that contains one or that transformers can
+            convert.
+        end_token: the token to append to each document. `none` means no token, and `auto` means the end token in the
+            folder, or a well-known end token.
+        chat_template: a Jinja chat template, or the path of one. If None, the template in the folder, or ChatML.
 
     Raises:
-        DataError: the tokenizer is missing or damaged, or has no such token.
+        DataError: the tokenizer is missing or damaged, or lacks the end token.
     """
     template = _template(chat_template)
     if str(tokenizer) == BYTES:
@@ -101,13 +103,13 @@ def _made(text: str, path: Path) -> Any:
         made = library.Tokenizer.from_str(text)
     except Exception as error:  # noqa: BLE001 the library raises plain Exception
         raise DataError(f"tokenizer={path}: not a tokenizer.json ({str(error)[:200]}): use another file") from None
-    made.no_truncation()  # many files have it turned on, and it would drop tokens
+    made.no_truncation()  # many tokenizer.json files enable truncation, which would drop tokens
     made.no_padding()
     return made
 
 
 def _converted(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Return the tokenizer.json of a folder, and its tokenizer_config.json with the chat template."""
+    """Return a folder's tokenizer.json, and its tokenizer_config.json with the chat template."""
     config: dict[str, Any] = {}
     for name in ("tokenizer_config.json", "chat_template.json"):
         if (folder / name).is_file():
@@ -141,10 +143,10 @@ def _end(wanted: str, vocabulary: dict[str, int], config: dict[str, Any], path: 
 
 
 def _stored(template: Any, path: Path) -> str | None:
-    """Return the chat template of a folder. If it has several, return the one named `default`.
+    """Return the chat template in a folder. If it has several, return the template named `default`.
 
     Raises:
-        DataError: none of them is the default.
+        DataError: none of several templates is named `default`.
     """
     if not isinstance(template, list):
         return None if template is None else str(template)
@@ -158,7 +160,7 @@ def _stored(template: Any, path: Path) -> str | None:
 
 
 def _content(token: Any) -> str:
-    """Return a token of a tokenizer_config.json, stored as text or with options; empty if there is none."""
+    """Return the text of a token in a tokenizer_config.json (a string, or a dict with options), or an empty string."""
     return str(token.get("content", "") if isinstance(token, dict) else token or "")
 
 
@@ -177,7 +179,7 @@ def _template(given: str | None) -> str | None:
 
 @dataclass
 class Encoded:
-    """The tokens of a document, shape (n,), and which of them are trained on; None: all."""
+    """The tokens of a document, shape (n,), and a mask of the tokens to train on. If the mask is None, train on all."""
 
     tokens: npt.NDArray[np.unsignedinteger[Any]]
     trained: npt.NDArray[np.bool_] | None = None
@@ -197,7 +199,7 @@ class Encoder:
         self._tail = np.array([] if spec.end is None else [spec.end], spec.dtype)
 
     def texts(self, texts: Sequence[str]) -> list[Encoded]:
-        """Encode texts, and append the end token to each."""
+        """Encode texts, and append the end token to each text."""
         if self._tokenizer is None:
             found = [np.frombuffer(text.encode(), np.uint8) for text in texts]
         else:
@@ -207,7 +209,7 @@ class Encoder:
         return [Encoded(self._ended(tokens)) for tokens in found]
 
     def _long(self, text: str) -> Any:
-        """Encode a text in pieces, with the special tokens around all of it."""
+        """Encode a long text in chunks, with the special tokens only at the ends of the complete text."""
         assert self._tokenizer is not None
         pieces = self._tokenizer.encode_batch_fast(_pieces(text), add_special_tokens=False)
         return self._tokenizer.post_process(type(pieces[0]).merge(pieces, growing_offsets=False))
@@ -228,11 +230,11 @@ class Encoder:
             ends = np.array([len(text[:at].encode()) for span in spans for at in span], np.int64)
             begins = np.arange(len(tokens))
         else:
-            encoded = self._of_chats.encode(text, add_special_tokens=False)  # the template writes them
+            encoded = self._of_chats.encode(text, add_special_tokens=False)  # the template adds special tokens
             tokens = np.array(encoded.ids, self.spec.dtype)
             begins = np.array([begin if end > begin else -1 for begin, end in encoded.offsets], np.int64)
             ends = np.array([at for span in spans for at in span], np.int64)
-        # A token begins within a span if the number of bounds before it is odd.
+        # A token begins inside a span if the number of span bounds before it is odd.
         trained = (np.searchsorted(ends, begins, side="right") % 2).astype(bool)
         whole = self._ended(tokens)
         if len(whole) > len(tokens):
@@ -241,7 +243,7 @@ class Encoder:
 
     @cached_property
     def _of_chats(self) -> Any:
-        """Return the tokenizer without its post-processor, which moves the offsets of blanks."""
+        """Return the tokenizer without its post-processor, which shifts the offsets of spaces."""
         made = _made(self.spec.json, Path("tokenizer.json"))
         made.post_processor = None
         return made
@@ -261,7 +263,7 @@ class Encoder:
             raise DataError(f"the chat template is damaged ({error}): set chat_template") from error
 
     def _render(self, messages: Any) -> tuple[str, Spans] | Broken:
-        """Render a chat, and find the spans to train on: the text that each such turn adds to its prompt."""
+        """Render a chat, and find the spans to train on. A span is the text that a message adds to its prompt."""
         if not _is_chat(messages):
             return Broken("wrong type: no list of messages with role and content", type(messages).__name__)
         spans: Spans = []
@@ -299,7 +301,7 @@ def _refuse(message: str) -> None:
 
 
 def _pieces(text: str) -> list[str]:
-    """Cut a text that is too long to be tokenized at once, at the ends of lines where there are any."""
+    """Split a text that is too long to tokenize at once, preferably at the ends of lines."""
     found, start = [], 0
     while len(text) - start > PIECE:
         stop = text.rfind("\n", start, start + PIECE) + 1 or start + PIECE

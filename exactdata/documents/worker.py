@@ -1,6 +1,6 @@
-"""Prepare parts: read their documents, tokenize them, and write token shards. `python -m` runs it as a process.
+"""Prepare parts: read and tokenize their documents, and write token shards. Run as a process with `python -m`.
 
-A separate process does not import torch, and leaves no threads in a process that forks later.
+A separate process does not import torch, and its tokenizer threads cannot break a parent process that forks later.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from exactdata.documents.tokenizer import Encoded, Encoder
 from exactdata.errors import DataError, UserError
 
 AT_ONCE = 1 << 20
-"""Characters tokenized in one call."""
+"""Maximum number of characters tokenized in one call."""
 HELD_OUT = 20
-"""One of this many documents is held out."""
+"""One in this many documents is held out."""
 Tell = Callable[[dict[str, Any]], None]
 
 
@@ -36,12 +36,12 @@ def work(store: Store, tell: Tell) -> None:
     """Prepare parts until every part is complete or claimed by another process.
 
     Args:
-        store: the preparation, with its spec.
-        tell: is called with the numbers of documents and tokens of each batch.
+        store: the paths of the preparation, whose spec.json is already written.
+        tell: called with the numbers of documents and tokens of each batch.
 
     Raises:
         DataError: a file is missing or has changed.
-        OSError: the file system fails.
+        OSError: a file system operation fails.
     """
     spec = store.spec
     encoder = Encoder(spec.tokenizer, spec.train_on)
@@ -55,7 +55,7 @@ def work(store: Store, tell: Tell) -> None:
 
 @dataclass
 class _Part:
-    """Write one part."""
+    """Prepare one part and write its files."""
 
     spec: Spec
     number: int
@@ -87,7 +87,7 @@ class _Part:
         (folder / "part.json").write_text(json.dumps(meta))
 
     def _slice(self, at: int, file: int, start: int, stop: int) -> tuple[int, int]:
-        """Write the documents of a slice; return the number of documents written, and of lines read."""
+        """Write the documents of a slice. Return the number of documents written, and the number of lines read."""
         before, last, size = len(self.lengths), 0, 0
         batch: list[tuple[int, Any]] = []
         self.spec.check_unchanged(file)
@@ -105,7 +105,7 @@ class _Part:
         return len(self.lengths) - before, last
 
     def _read(self, file: int, start: int, stop: int) -> Iterator[Found]:
-        """Yield the documents of a slice. Turn an OSError into a DataError that names the source, not the cache."""
+        """Yield the documents of a slice. Convert an OSError to a DataError that names the source, not the cache."""
         try:
             yield from read(Path(self.spec.files[file]), start, stop, self.spec.column)
         except OSError as error:
@@ -148,20 +148,20 @@ class _Part:
                 continue
             self.lengths.append(len(each.tokens))
             self.lines.append(line)
-            # By content, so that copies of a document are all held out or all trained on.
+            # Select by content, so that copies of a document are either all held out or all trained on.
             self.held.append(xxhash.xxh3_64_intdigest(each.tokens) % HELD_OUT == HELD_OUT - 1)
             yield each
 
 
 def _end_with_parent() -> None:
-    """End this process when its standard input is closed, because then the process that started it has ended."""
+    """Exit when standard input is closed, because then the parent process has ended."""
     while os.read(0, 1):
         pass
     os._exit(1)
 
 
 def main(directory: str) -> int:
-    """Prepare parts of a store; print progress and errors as lines of JSON."""
+    """Prepare the parts of a store. Print progress and errors as lines of JSON."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def tell(record: dict[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""Load batches from indices: the stateful loader, its workers and its state."""
+"""Load batches from indices, with worker processes and a state that can be saved."""

@@ -1,4 +1,4 @@
-"""Explain why samples cannot be collated: which samples, of which sources, and their shapes."""
+"""Explain why samples cannot be collated, by naming the samples, their sources and their shapes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from exactdata.errors import UserError
 
 
 class CollationError(UserError, RuntimeError):
-    """The samples of a batch have different layouts."""
+    """The samples of a batch differ in keys, shapes or types."""
 
 
 def disagreement(samples: Sequence[Any], names: Sequence[str]) -> str | None:
-    """Describe how the first sample differs from the first sample with another layout; None if all agree.
+    """Describe how the first sample differs from the next sample with a different layout. Return None if all agree.
 
     Args:
         samples: the samples of a batch.
-        names: how the message names each sample.
+        names: name of each sample, for the message.
     """
     layouts = [layout(sample) for sample in samples]
     other = next((at for at, found in enumerate(layouts) if found != layouts[0]), None)
@@ -35,7 +35,7 @@ def disagreement(samples: Sequence[Any], names: Sequence[str]) -> str | None:
 
 
 def layout(sample: Any, key: str = "") -> dict[str, str]:
-    """Map each path within the sample to the shape and type found there."""
+    """Map each path within a sample to the shape and type of the value there."""
     if isinstance(sample, Mapping):
         parts: Any = sample.items()
     elif isinstance(sample, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Iterate over one epoch: the base of all ways to fetch."""
+"""Iterate over one epoch. Base class of all ways to fetch batches."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from exactdata.loading.randomness import Keys, keys_from_indices
 
 @dataclass
 class EpochPosition:
-    """How much of an epoch was yielded, counted from its start.
+    """The part of an epoch that was yielded, counted from the start of the epoch.
 
-    `base` is the number of samples before this iteration. A sampler by position counts from there.
+    `base` is the number of samples before this iteration. Samplers with `state_dict_at` count from there.
     """
 
     epoch: int = 0
     batches: int = 0
     samples: int = 0
     base: int = 0
-    indices: Indices | None = None  # of the last batch yielded
-    first: int = 0  # samples before the last batch yielded
-    has_yielded: bool = False  # whether a batch was yielded since the iteration began
-    reached: int = 0  # samples before the first sample that is in no batch taken so far
+    indices: Indices | None = None  # indices of the last batch yielded
+    first: int = 0  # number of samples before the last batch yielded
+    has_yielded: bool = False  # whether a batch was yielded since the iteration started
+    reached: int = 0  # number of samples before the first one not yet in any batch taken
 
     def take(self, indices: Indices, count: int, first: int) -> None:
-        """Record that a batch was taken, whether it can be yielded or its dataset raised an error."""
+        """Record that a batch was taken. It may then be yielded, or its dataset may raise an error."""
         self.indices, self.first = indices, first
         self.reached = max(self.reached, first + count)
 
     def reached_from_base(self) -> int:
-        """Return the number of samples of this iteration that were taken."""
+        """Return the number of samples taken in this iteration."""
         return self.reached - self.base
 
     def advance(self, indices: Indices, count: int, batches: int, first: int) -> None:
-        """Count a batch of `count` samples, which follows the first `first` samples of the epoch."""
+        """Record that a batch of `count` samples was yielded, after the first `first` samples of the epoch."""
         self.take(indices, count, first)
         self.has_yielded = True
         self.batches = batches
         self.samples = first + count
 
     def advance_unordered(self, indices: Indices, count: int, first: int) -> None:
-        """Count a batch that was yielded out of order. Only the number of samples is then known, not their place."""
+        """Record a batch yielded out of order. Only the number of samples is then known, not their position."""
         self.take(indices, count, first)
         self.has_yielded = True
         self.batches += 1
@@ -58,7 +58,7 @@ class EpochPosition:
 
 @dataclass
 class IndexSource:
-    """The indices of an epoch of a map-style dataset, with the samples' keys and the batches' records."""
+    """The indices of an epoch of a map-style dataset, with keys for the samples and records for the batches."""
 
     stream: IndexStream
     indices: Iterator[Indices]
@@ -73,10 +73,10 @@ class IndexSource:
             self._version = self._changing.version
 
     def rewind_if_changed(self) -> bool:
-        """Go back to the first sample that is in no batch taken so far, if the order has changed.
+        """If the order has changed, rewind to the first sample that is not yet in any batch taken.
 
         Returns:
-            Whether it has changed. Batches drawn ahead must then be discarded.
+            Whether the order has changed. Prefetched batches must then be discarded.
         """
         if self._changing is None or self._changing.version == self._version:
             return False
@@ -85,7 +85,7 @@ class IndexSource:
         return True
 
     def keys(self, indices: Indices, first: int, count: int) -> Keys:
-        """Return keys for `sample_rng`: the sampler's, or else a hash of the epoch's seed and the index."""
+        """Return keys for `sample_rng`, from the sampler or else by hashing the epoch's seed and the index."""
         sampler = self.stream.sampler
         if hasattr(sampler, "sample_keys"):
             return sampler.sample_keys(first, count)  # type: ignore[no-any-return]
@@ -104,10 +104,10 @@ class Epoch(Iterator[Any]):
     """Iterate over the batches of one epoch.
 
     Args:
-        position: where the epoch begins; advanced with every batch.
-        on_end: called once, when the epoch has been iterated to its end.
-        transform: applied to every batch.
-        on_batch: called after every batch with the number of samples so far.
+        position: position from which to iterate. It advances with every batch.
+        on_end: called once, after the last batch.
+        transform: function applied to every batch.
+        on_batch: called after every batch with the number of samples yielded so far.
     """
 
     def __init__(
@@ -117,13 +117,14 @@ class Epoch(Iterator[Any]):
         transform: Callable[[Any], Any] | None,
         on_batch: Callable[[int], None] | None = None,
     ) -> None:
-        # Weak references, because the loader refers to its epoch: a cycle would keep both, and their workers, alive.
+        # Use weak references, because the loader refers to its epoch. A cycle would keep the loader, the epoch and its
+        # workers alive.
         self._on_end = weakref.WeakMethod(on_end)
         self._on_batch = None if on_batch is None else weakref.WeakMethod(on_batch)
         self.position = position
         self.finished = False
         self.closed = False
-        self.successor: Epoch | None = None  # the epoch that took over the persistent workers
+        self.successor: Epoch | None = None  # the epoch that now uses the persistent workers
         self._transform = transform
 
     def __iter__(self) -> Epoch:
@@ -150,10 +151,10 @@ class Epoch(Iterator[Any]):
         raise NotImplementedError
 
     def _follow_changes(self) -> None:
-        """Discard batches fetched ahead if the order has changed since."""
+        """Discard prefetched batches if the order has changed since they were drawn."""
 
     def recorded(self) -> Iterator[tuple[Any, BatchRecord]]:
-        """Iterate over the same batches, each with its record."""
+        """Iterate over the batches, and yield each with its record."""
         return map(self._with_record, self)
 
     def _with_record(self, batch: Any) -> tuple[Any, BatchRecord]:
@@ -166,7 +167,7 @@ class Epoch(Iterator[Any]):
         return BatchRecord(None, None, self.position.epoch)
 
     def sampler_state(self) -> dict[str, Any] | None:
-        """Return a plain sampler's own state."""
+        """Return the state of a sampler without `state_dict_at` and `set_skip`."""
         return None
 
     def dataset_states(self) -> DatasetStates | None:
@@ -174,7 +175,7 @@ class Epoch(Iterator[Any]):
         return None
 
     def next_worker(self) -> int:
-        """Return the number of the worker that fetches the next batch."""
+        """Return the number of the worker process that fetches the next batch."""
         return 0
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Turn indices into a batch, in any process or thread. Iterable datasets are fetched by `stream_fetch`.
+"""Fetch the batch for given indices, in any process or thread. For iterable datasets, see `stream_fetch`.
 
-A map-style dataset may offer, from slowest to fastest: `__getitem__(index)`; `__getitems__(indices)`, which returns
-a list of samples; and `__getitems__` with the attribute `collated = True`, which returns a finished batch of numpy
-arrays or tensors, passed on without a copy.
+A map-style dataset may define one of the following, from slowest to fastest. `__getitem__(index)` returns a sample.
+`__getitems__(indices)` returns a list of samples. If the dataset has the attribute `collated = True`, `__getitems__`
+returns a finished batch of numpy arrays or tensors, which is passed on without a copy.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from exactdata.loading import global_draws
 from exactdata.loading.collation import CollationError, disagreement
 from exactdata.loading.randomness import Keys, current
 
-Indices = Any  # a list of ints, an array of int64, or whatever a batch sampler yields
-_OF_COLLATE = 0x9E3779B97F4A7C15  # seeds the collate function differently from the first sample of its batch
+Indices = Any  # a list of ints, an int64 array, or anything a batch sampler yields
+_OF_COLLATE = 0x9E3779B97F4A7C15  # gives the collate function a different seed than the first sample of its batch
 
 
 def items(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Iterate over the remaining items without calling `iterator.__iter__`, which restarts some iterators."""
+    """Iterate over the remaining items. Does not call `iterator.__iter__`, which restarts some iterators."""
     return iterator if isinstance(iterator, GeneratorType) else iter(partial(next, iterator, _END), _END)
 
 
@@ -38,30 +38,30 @@ _END = object()
 
 
 def is_stateful(thing: object) -> bool:
-    """Check whether `thing` has state methods. A dataset that wraps others may deny it by `has_state = False`."""
+    """Return whether `thing` has state methods. A wrapping dataset can set `has_state = False` if it has no state."""
     methods = getattr(thing, "state_dict", None), getattr(thing, "load_state_dict", None)
     return all(map(callable, methods)) and bool(getattr(thing, "has_state", True))
 
 
 def is_iterator(thing: object) -> bool:
-    """Check whether `thing` is its own iterator."""
+    """Return whether `thing` is its own iterator."""
     return callable(getattr(thing, "__next__", None))
 
 
 def is_collated(dataset: object) -> bool:
-    """Check whether the dataset's `__getitems__` returns a finished batch."""
+    """Return whether the dataset's `__getitems__` returns a finished batch."""
     return bool(getattr(dataset, "collated", False)) and callable(getattr(dataset, "__getitems__", None))
 
 
 def has_getitems(dataset: Any) -> bool:
-    """Check whether the dataset has its own `__getitems__`. torch's Subset has one that may only loop."""
+    """Return whether the dataset has a useful `__getitems__`. The one of torch's Subset may only loop."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
 
 
 def to_tensors(batch: Any) -> Any:
-    """Return the batch with its numpy arrays replaced by tensors that share their memory."""
+    """Return the batch with numpy arrays replaced with tensors that share their memory."""
     if type(batch) is dict:
         for value in batch.values():
             if type(value) is not torch.Tensor:
@@ -83,15 +83,15 @@ class MapFetcher:
     Args:
         dataset: the map-style dataset.
         collate_fn: as in torch's DataLoader.
-        batched: the sampler's items are batches of indices (torch's automatic batching).
-        own_collate: `collate_fn` is the user's. It is then also applied to the batches of a collated dataset.
-        seeded: make draws from the global generators depend on the samples alone, as far as possible; see
+        batched: whether the sampler yields batches of indices (torch's automatic batching).
+        own_collate: whether the user passed `collate_fn`. It is then applied even to the batches of a collated dataset.
+        seeded: whether to make draws from the global generators depend only on the sample, where possible; see
             `global_draws`.
 
     Attributes:
-        watches: check the next batch for draws that depend on more than the samples.
-        draws: names of the generators of such draws, once found.
-        consequence: what such draws mean for the user.
+        watches: whether to check the next batch for draws that depend on more than its samples.
+        draws: names of the generators used for such draws, once they are detected.
+        consequence: description of the effect of such draws, for the user.
     """
 
     def __init__(
@@ -115,22 +115,22 @@ class MapFetcher:
         if batched:
             self._samples = self._at_once if has_getitems(dataset) else self._one_by_one
         self.watches = seeded and (not self._seeds_samples or self._samples == self._at_once)
-        # A list can be fetched again, sample by sample, if a draw is found. A stateful dataset would have moved on.
+        # A list can be fetched again, sample by sample, if a draw is detected. A stateful dataset would have advanced.
         if self._samples == self._at_once and self._seeds_samples and not (self.collated or is_stateful(dataset)):
             self._samples, self.watches = self._as_list, False
         self.draws = ""
         self.consequence = global_draws.OF_A_BATCH if self._seeds_samples else global_draws.UNANNOUNCED
 
     def fetch(self, indices: Indices, keys: Keys | Callable[[], Keys]) -> Any:
-        """Return the batch of these indices.
+        """Return the batch for the given indices.
 
         Args:
             indices: the indices of the batch.
             keys: one key per sample for `sample_rng`, or a function that returns them.
 
         Raises:
-            Exception: any error of the dataset, with the sample, its source and the process added to the message.
-            RuntimeError: the dataset raised StopIteration, which would be taken for the end of the epoch.
+            Exception: any error from the dataset. The sample, its source and the process are added to the message.
+            RuntimeError: the dataset raised StopIteration, which would look like the end of the epoch.
         """
         current.keys, current.at = keys, 0
         outside = generators.states() if self._seeds_samples or self._seeds_collate else None
@@ -156,7 +156,7 @@ class MapFetcher:
         return self._collate(samples, indices)
 
     def _collate(self, samples: Any, indices: Indices) -> Any:
-        """Collate samples into a batch. A mixture adds the source of each sample."""
+        """Collate samples into a batch. For a mixture, add the source of each sample."""
         listed = indices if self.batched else [indices]
         try:
             batch = collate(self.collate_fn, samples)
@@ -182,7 +182,7 @@ class MapFetcher:
         return self._each(indices, indices, self.dataset.__getitem__)
 
     def _each(self, wanted: Iterable[Any], indices: Indices, get: Callable[[Any], Any]) -> list[Any]:
-        """Call `get` for each of `wanted`, seeded for each sample; `indices` are the batch, for error messages."""
+        """Call `get` for each item in `wanted`, seeded per sample. `indices` are the batch's, for error messages."""
         keys = self._keys() if self._seeds_samples else None
         samples: list[Any] = []
         keep, index = samples.append, None
@@ -198,13 +198,13 @@ class MapFetcher:
         return samples
 
     def _at_once(self, indices: Indices) -> Any:
-        """Call `__getitems__`. Its draws depend on the first sample and on the number of samples."""
+        """Call `__getitems__` once. Its random draws depend on the first sample and on the number of samples."""
         if self._seeds_samples and len(indices):
             generators.seed(self._keys()[0])
         return self._getitems(indices)
 
     def _as_list(self, indices: Indices) -> Any:
-        """Call `__getitems__` for the whole batch until it draws, and from then on for one sample at a time."""
+        """Call `__getitems__` for the complete batch. Once it has used a global generator, call it sample by sample."""
         outside = generators.states()
         samples = self._getitems(indices)
         draws = generators.drawn_from(outside)
@@ -212,7 +212,7 @@ class MapFetcher:
             return samples
         if isinstance(samples, (list, tuple)) and len(samples) == len(indices):
             self._samples = self._list_one_by_one
-        else:  # a finished batch, although the dataset has no `collated` attribute
+        else:  # returned a finished batch, although the dataset has no `collated` attribute
             self._samples, self.draws = self._at_once, draws
         return self._samples(indices)
 
@@ -239,21 +239,21 @@ class MapFetcher:
 
 
 def load_state(thing: Any, state: Any) -> None:
-    """Load a copy of `state`, because `thing` may keep the object it gets and change it."""
+    """Load a copy of `state`, because `thing` may keep the object and modify it."""
     thing.load_state_dict(copy.deepcopy(state))
 
 
 def load_end(thing: Any, saved: dict[str, Any], as_it_was: AbstractContextManager[Any] | None = None) -> None:
-    """Load the state that `thing` had after an epoch, so that the next `iter()` begins another one.
+    """Load the state that `thing` had after an epoch, so that the next `iter()` begins a new epoch.
 
-    Some datasets keep the end of the epoch as their position, so that the next iteration is empty. Others have already
-    gone back to the start. Fetching one item distinguishes them. A dataset with `begins_anew = True` is not tested,
-    because its shard may have no items.
+    After an epoch, some datasets stay at the end, so that the next iteration is empty, while others have already
+    returned to the start. Fetching one item distinguishes the two. A dataset with `begins_anew = True` always returns
+    to the start. It is not tested, because its shard may have no items.
 
     Args:
         thing: the dataset or sampler.
-        saved: its state as `dataset`, and whether it had `ended`.
-        as_it_was: context entered to fetch that one item.
+        saved: a dict with the state as `dataset`, and whether the epoch had `ended`.
+        as_it_was: context manager in which the one item is fetched.
     """
     if saved["dataset"] is None:
         return
@@ -279,12 +279,12 @@ def collate(collate_fn: Callable[[Any], Any], samples: Any) -> Any:
 
 
 def stopped(who: str) -> RuntimeError:
-    """Return the error that replaces a StopIteration (as in PEP 479), which would be taken for the end of the epoch."""
+    """Return the error that replaces a StopIteration (as in PEP 479), which would look like the end of the epoch."""
     return RuntimeError(f"{who} raised StopIteration, which only the end of an iterator may: raise another error")
 
 
 def explain(error: Exception, dataset: Any, failed: Indices, indices: Indices, doing: str = "loading") -> None:
-    """Add to `error` which sample of which source failed, and in which process.
+    """Add the failed sample, its source and the process to the message of `error`.
 
     Raises:
         RuntimeError: `error` is a StopIteration.
@@ -294,7 +294,7 @@ def explain(error: Exception, dataset: Any, failed: Indices, indices: Indices, d
         several = "one of the samples" if doing == "loading" else "the samples"
         rest = f" and {len(failed) - 8} more" if len(failed) > 8 else ""
         where = f"{several if len(failed) > 1 else 'sample'} {names}{rest}"
-    except (TypeError, ValueError, IndexError, KeyError):  # an index of a user-defined type
+    except (TypeError, ValueError, IndexError, KeyError):  # the index has a user-defined type
         where = f"sample {indices!r} of {type(dataset).__name__}"
     if isinstance(error, StopIteration):
         raised = stopped(type(dataset).__name__)
@@ -304,7 +304,7 @@ def explain(error: Exception, dataset: Any, failed: Indices, indices: Indices, d
 
 
 def named_sample(dataset: Any, index: Any) -> str:
-    """Return the name of a sample for messages, such as `17 of source 'code' (index 1017)`."""
+    """Return the name of a sample for messages, e.g. `17 of source 'code' (index 1017)`."""
     sizes = getattr(dataset, "cumulative_sizes", None)
     if sizes is None or not isinstance(index, (int, np.integer)):
         return f"{index} of {type(dataset).__name__}"
@@ -315,7 +315,7 @@ def named_sample(dataset: Any, index: Any) -> str:
 
 
 def annotate(error: Exception, where: str, doing: str = "loading") -> None:
-    """Add the sample and the process to `error`: to its message if that is plain text, otherwise as a note."""
+    """Add the sample and the process to `error`, in its message if that is a plain string, otherwise as a note."""
     info = get_worker_info()
     process = "in the main process" if info is None else f"in worker {info.id} (pid {os.getpid()})"
     text = f"[while {doing} {where} {process}]"

@@ -1,4 +1,4 @@
-"""Fetch the same batches at every iteration, in this process: for evaluations."""
+"""Fetch the same batches at every iteration, in this process. Used for evaluations."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from exactdata.loading.randomness import keys_from_indices
 
 
 class FixedBatches:
-    """Iterate over fixed batches of a map-style dataset. Random draws depend on the seed and the sample's index alone.
+    """Iterate over fixed batches of a map-style dataset. Random draws depend only on the seed and the sample's index.
 
     Args:
         dataset: the map-style dataset.
         batches: the indices of each batch.
         collate_fn: as in torch's DataLoader.
-        seed: seed of `sample_rng()` and of the global generators, while a sample is fetched.
+        seed: seed of `sample_rng()`, and of the global generators while a sample is fetched.
     """
 
     def __init__(

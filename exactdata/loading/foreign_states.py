@@ -1,9 +1,9 @@
-"""Convert states of torchdata's StatefulDataLoader for map-style datasets to states of this package's loader.
+"""Convert states of torchdata's StatefulDataLoader, for map-style datasets, to states of this package's loader.
 
-torchdata saves the number of samples drawn, and the sampler's state if it has one. With `shuffle=True` that state is
-the generator's state at the start of the epoch. torchdata does not save the epoch. A state that does not determine the
-samples after it is refused, with the missing part named. States are read as numbers, mappings and tensors, so that
-nothing in them is executed.
+torchdata saves the number of samples drawn, and the sampler's state if it has one. With `shuffle=True`, that is the
+generator's state at the start of the epoch. torchdata does not save the epoch. If a state does not determine the
+samples that follow, an error names the missing part. States are read as numbers, mappings and tensors, so that no code
+in them is executed.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _SHUFFLED = Record({"generator": _BYTES})
 
 
 def is_torchdatas(state: Any) -> bool:
-    """Check whether torchdata's StatefulDataLoader saved `state`."""
+    """Return whether `state` was saved by torchdata's StatefulDataLoader."""
     return isinstance(state, Mapping) and ("_snapshot" in state or "_num_yielded" in state)
 
 
 def from_torchdata(state: Mapping[str, Any], stream: IndexStream, iterable: bool) -> State:
-    """Convert a state of torchdata's loader to one after which this package's loader yields the same batches.
+    """Convert a state of torchdata's loader to a state from which this package's loader yields the same batches.
 
     Args:
-        state: the state, with `epoch` added if the order depends on the epoch and the sampler's state lacks it.
-        stream: the indices of this loader's sampler.
-        iterable: this loader's dataset is iterable-style.
+        state: the state. Add a key `epoch` if the order depends on the epoch and the sampler's state lacks it.
+        stream: the batches of indices from this loader's sampler.
+        iterable: whether this loader's dataset is iterable-style.
 
     Raises:
-        LoaderStateError: the state was damaged, or does not determine the samples after it.
+        LoaderStateError: the state is damaged, or does not determine the samples that follow.
     """
     _check(state, _EITHER)
     _check(state, _PARALLEL if "_snapshot" in state else _SINGLE)
@@ -61,7 +61,7 @@ def from_torchdata(state: Mapping[str, Any], stream: IndexStream, iterable: bool
         batches, since, main, fetched = state["_num_yielded"], 0, state, [state]
     if iterable or any(each[key] is not None for each in fetched for key in _FETCHED.required):
         raise _refused("is of a stream, or of a dataset with a state", "end the epoch with torchdata's loader")
-    drawn = main["_sampler_iter_state"] or main["_index_sampler_state"] or {}  # the latter before torchdata 0.11
+    drawn = main["_sampler_iter_state"] or main["_index_sampler_state"] or {}  # second: torchdata < 0.11
     if stream.one_by_one and "samples_yielded" not in drawn:
         drawn = {"samples_yielded": batches, "sampler_iter_state": main["_sampler_iter_state"]}
         drawn["sampler_state"] = main["_index_sampler_state"]
@@ -71,7 +71,7 @@ def from_torchdata(state: Mapping[str, Any], stream: IndexStream, iterable: bool
     place |= {"batch_size": stream.batch_size, "sampler": None}
     own: Any = drawn.get("sampler_state")
     iterator = drawn.get("sampler_iter_state")
-    if set(own or ()) == {"yielded"}:  # torchdata's own sampler, whose state is an epoch old before the first sample
+    if set(own or ()) == {"yielded"}:  # torchdata's own sampler; its state is outdated until the first sample
         own = {"yielded": samples}
     place |= _order(own, iterator, place["epoch"], since, stream)
     place["epoch"] = place["epoch"] or 0
@@ -85,7 +85,7 @@ def from_torchdata(state: Mapping[str, Any], stream: IndexStream, iterable: bool
 
 
 def _samples(samples: int, batches: int, since: int, stream: IndexStream) -> int:
-    """Count the samples of all batches. An epoch's last batch may be smaller, or dropped."""
+    """Count the samples in all batches. The last batch of an epoch may be smaller, or dropped."""
     per_batch, size = stream.batch_size or 1, size_of(stream.sampler)
     is_end = size in (None, samples) and batches in (samples // per_batch, -(-samples // per_batch))
     if samples != batches * per_batch and not is_end:
@@ -95,7 +95,7 @@ def _samples(samples: int, batches: int, since: int, stream: IndexStream) -> int
 
 
 def _order(own: Any, iterator: Any, epoch: int | None, since: int, stream: IndexStream) -> State:
-    """Return the rest of a loader state that determines the order, from the states of the sampler and its iterator."""
+    """Return the part of a loader state that determines the order, from the states of the sampler and its iterator."""
     sampler, kind = stream.sampler, type(stream.sampler)
     only_counts = iterator is None and set(own or ()) <= {"yielded"}
     if stream.by_skip and set(own or ()) - {"yielded"}:
@@ -120,7 +120,7 @@ def _order(own: Any, iterator: Any, epoch: int | None, since: int, stream: Index
 
 
 def _seeds(iterator: Mapping[str, Any], sampler: RandomSampler) -> State:
-    """Convert the generator's state at the start of the epoch to the state of this loader's seeds."""
+    """Convert the generator's state at the start of the epoch to a state of this loader's seeds."""
     _check({"the sampler's state": iterator}, Record({"the sampler's state": _SHUFFLED}))
     if sampler.generator is None or sampler.replacement:
         what = "draws with replacement" if sampler.replacement else "has no generator"

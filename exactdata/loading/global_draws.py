@@ -1,8 +1,9 @@
-"""Handle draws of a dataset from the global generators of Python, numpy and torch, which most transform libraries use.
+"""Handle datasets that draw from the global generators of Python, numpy and torch, as most transform libraries do.
 
-Such a draw depends on all earlier draws in the same process. `generators.seed` before each sample and `put_back` after
-the batch make it depend on the sample alone, and leave the generators of the training unchanged. Watching for draws
-costs as much as seeding three samples, and a batch in which a draw is found would have to be fetched again.
+Such a draw depends on all earlier draws in the same process. Calling `generators.seed` before each sample, and
+`put_back` after the batch, makes it depend only on the sample, and leaves the generators of the training unchanged.
+Detecting draws instead would cost as much as seeding three samples, and a batch with a draw would have to be fetched
+again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Why samples depend on more than the sample, and the remedy.
+# Reason why samples depend on more than the sample index, and the remedy.
 OF_A_STREAM = (
     "its samples will differ if the number of workers changes; draw from a generator that its state_dict holds"
 )
@@ -29,15 +30,15 @@ UNANNOUNCED = "its samples will differ if the run is resumed; remove draws_nothi
 
 
 def draws_nothing(thing: Any) -> bool:
-    """Check whether a dataset or a collate function promises not to draw from the global generators.
+    """Return whether a dataset or a collate function promises not to draw from the global generators.
 
-    `prefetch = "thread"` implies the promise, because a thread would draw from the generators of the training.
+    `prefetch = "thread"` implies the promise, because a thread would draw from the generators that the training uses.
     """
     return bool(getattr(thing, "draws_nothing", False)) or getattr(thing, "prefetch", None) == "thread"
 
 
 def watched(fetch: Callable[[], T]) -> tuple[T, str]:
-    """Return the result of `fetch`, and the names of the generators that it has drawn from."""
+    """Return the result of `fetch`, and the names of the generators that it has used."""
     before = states()
     return fetch(), drawn_from(before)
 
@@ -46,7 +47,7 @@ _warned: set[tuple[type, str]] = set()
 
 
 def warn(dataset: Any, generators: str, consequence: str) -> None:
-    """Warn once, if there are any `generators`, that a dataset's draws from them depend on more than the sample."""
+    """Warn once, if `generators` is not empty, that a dataset's draws from them depend on more than the sample."""
     if not generators or (type(dataset), generators) in _warned:
         return
     _warned.add((type(dataset), generators))

@@ -1,4 +1,4 @@
-"""Fetch each batch in this process when it is requested."""
+"""Fetch each batch in the main process when it is requested."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from exactdata.loading.stream_fetch import StreamFetcher
 
 
 class MapEpoch(Epoch):
-    """Iterate over an epoch of a map-style dataset, in this process."""
+    """Iterate over an epoch of a map-style dataset in the main process."""
 
     def __init__(self, source: IndexSource, fetcher: MapFetcher, position: EpochPosition, *rest: Any) -> None:
         super().__init__(position, *rest)
@@ -68,12 +68,12 @@ class MapEpoch(Epoch):
 
 
 class StreamEpoch(Epoch):
-    """Iterate over an epoch of an iterable-style dataset, in this process."""
+    """Iterate over an epoch of an iterable-style dataset in the main process."""
 
     def __init__(self, fetcher: StreamFetcher, position: EpochPosition, *rest: Any) -> None:
         super().__init__(position, *rest)
         self._fetcher = fetcher
-        self._watches = fetcher.watched  # until the first batch
+        self._watches = fetcher.watched  # until the first batch was fetched
 
     def _next(self) -> Any:
         first = self.position.samples
@@ -89,7 +89,7 @@ class StreamEpoch(Epoch):
 
     @property
     def exhausted(self) -> bool:
-        """Return whether the dataset has ended at least once in this process."""
+        """Return whether the dataset has reached its end at least once in this process."""
         return self._fetcher.exhausted
 
     def dataset_states(self) -> DatasetStates | None:

@@ -1,15 +1,15 @@
-"""Iterate over the indices of an epoch in batches, from any place.
+"""Iterate over the indices of an epoch in batches, from any position.
 
 There are three kinds of sampler:
 
-- *by position* (`state_dict_at`): its state after any number of samples is a function of that number.
-- *by skip* (`set_skip`): its state is the epoch and the number of samples to skip.
-- *plain*: any other iterable. If it or its iterator has a `state_dict`, that state is saved after each batch is drawn.
-  Otherwise it is iterated from its start again and the first indices are dropped, without loading data.
+- *by position* (has `state_dict_at`): its state can be computed for any number of samples.
+- *by skip* (has `set_skip`): its state is the epoch and the number of samples to skip.
+- *plain*: any other iterable. If the sampler or its iterator has a `state_dict`, that state is saved after each batch
+  is drawn. Otherwise a resume iterates the sampler from its start and drops the first indices, without loading data.
 
-A sampler whose order may change in the middle of an iteration returns an iterator with the methods of `ChangingIndices`
-(from `iter_batches`, or from `__iter__` if the loader does not batch). A change then takes effect at the next batch
-that the loader yields, however many were fetched ahead.
+If a sampler's order may change in the middle of an iteration, its iterators have the methods of `ChangingIndices`.
+(They come from `iter_batches`, or from `__iter__` if the loader does not batch.) A change then takes effect at the next
+batch that the loader yields, even if more batches were prefetched.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _NONE = object()
 
 @runtime_checkable
 class ChangingIndices(Protocol):
-    """An iterator over indices, some of which may be replaced after they were drawn.
+    """An iterator over indices, some of which may be replaced after they are drawn.
 
     Attributes:
-        version: grows with every change.
+        version: a number that grows with every change.
     """
 
     @property
     def version(self) -> int: ...
 
     def follow(self, yielded: Callable[[], int]) -> None:
-        """Let changes begin after the samples that `yielded` returns, not after those that were drawn."""
+        """Apply changes after the samples that the loader has yielded, not after those drawn. `yielded` counts them."""
         ...
 
     def seek(self, samples: int) -> None:
@@ -51,14 +51,14 @@ class ChangingIndices(Protocol):
 
 
 class IndexStream:
-    """Batches of indices from one sampler, epoch after epoch.
+    """Batches of indices from one sampler, for any number of epochs.
 
     Args:
         sampler: yields indices, or batches of indices if `is_batch_sampler`.
-        batch_size: indices per batch; None: the sampler's items are passed on unchanged.
-        drop_last: drop an incomplete last batch.
-        is_batch_sampler: the sampler yields batches of indices.
-        sets_epoch: call a plain sampler's `set_epoch` (otherwise the user does).
+        batch_size: indices per batch. If None, the sampler's items are passed on unchanged.
+        drop_last: whether to drop an incomplete last batch.
+        is_batch_sampler: whether the sampler yields batches of indices.
+        sets_epoch: whether to call a plain sampler's `set_epoch`. Otherwise the user calls it.
     """
 
     def __init__(
@@ -73,23 +73,23 @@ class IndexStream:
         self.seeds_itself = self.by_position or self.by_skip
         self.sets_epoch = sets_epoch
         self._inner: Any = None
-        self._base: dict[str, Any] | None = None  # the state until the first batch is drawn
-        self._ended = False  # whether the last batch of the epoch was drawn
+        self._base: dict[str, Any] | None = None  # state to return until the first batch is drawn
+        self._ended = False  # whether the epoch's last batch was drawn
         self._exhausted = False  # whether an epoch has ended at least once
         self._has_skipped = False
 
     @property
     def one_by_one(self) -> bool:
-        """Return whether an item is a single index, not a batch."""
+        """Return whether an item is a single index rather than a batch."""
         return self.batch_size is None and not self.is_batch_sampler
 
     @property
     def is_stateful(self) -> bool:
-        """Return whether the sampler's state has to be saved after each batch."""
+        """Return whether the sampler's state must be saved after each batch."""
         return not self.seeds_itself and (is_stateful(self.sampler) or is_stateful(self._inner))
 
     def epoch_size(self) -> int | None:
-        """Return the samples (batches, for a batch sampler) of every epoch; None if unknown or not the same for all."""
+        """Return the samples (or batches, for a batch sampler) per epoch, or None if unknown or not constant."""
         sampler = self.sampler.sampler if type(self.sampler) is BatchSampler else self.sampler
         is_torchs = type(sampler) in (SequentialSampler, RandomSampler, TorchDistributedSampler)
         is_same = is_torchs or (hasattr(sampler, "set_skip") and not hasattr(sampler, "state_dict_at"))
@@ -97,32 +97,32 @@ class IndexStream:
 
     @property
     def ends_for_good(self) -> bool:
-        """Return whether the end of the sampler is final, because its order runs through all epochs."""
+        """Return whether no epoch can follow the end of the sampler, because its order includes all epochs."""
         return self.counts_what_is_left and not self.has_passes
 
     @property
     def counts_what_is_left(self) -> bool:
-        """Return whether the sampler knows how many samples its iteration still has."""
+        """Return whether the sampler knows how many samples are left in its iteration."""
         return self.by_position and hasattr(self.sampler, "samples_left_after")
 
     @property
     def has_passes(self) -> bool:
-        """Return whether each epoch is a pass over a part of an order that runs through all epochs."""
+        """Return whether each epoch is one pass, i.e. a part of an order that includes all epochs."""
         return self.by_position and getattr(self.sampler, "epoch_samples", None) is not None
 
     @property
     def awaits_epoch(self) -> bool:
-        """Return whether the length may change when the loader's user calls `set_epoch`."""
+        """Return whether the length may change when the user calls `set_epoch`."""
         return self.is_batch_sampler and hasattr(self.sampler, "set_epoch")
 
     def batches_left(self, batches: int, samples: int, base: int) -> int | None:
-        """Return the number of batches left in an epoch after `batches` of them; None: the sampler has no length.
+        """Return the number of batches left in an epoch after `batches` batches, or None if the sampler has no length.
 
         Args:
-            batches: batches yielded.
-            samples: samples yielded.
-            base: how many of these samples precede this iteration. The length of a sampler by position may include
-                earlier epochs, so its `samples_left_after` is used if it has one.
+            batches: number of batches yielded.
+            samples: number of samples yielded.
+            base: how many of these samples precede this iteration. It is needed for `samples_left_after`, which is used
+                if the sampler has it, because the length of a sampler by position may include earlier epochs.
         """
         size = size_of(self.sampler)
         if size is None or self.is_batch_sampler:
@@ -132,14 +132,14 @@ class IndexStream:
         return max(left // per_batch if self.drop_last else -(-left // per_batch), 0)
 
     def open(self, epoch: int, skip: int, saved: dict[str, Any] | None) -> Iterator[Indices]:
-        """Iterate over batches of indices of `epoch`, after the first `skip` samples (batches, for a batch sampler).
+        """Iterate over the batches of indices of `epoch`, after `skip` samples (batches, for a batch sampler).
 
-        A sampler by position must have loaded its state already.
+        A sampler by position must already have loaded its state.
 
         Args:
             epoch: number of the epoch, from 0.
-            skip: samples or batches to leave out.
-            saved: a plain sampler's state, in place of `skip`.
+            skip: number of samples or batches to skip.
+            saved: a plain sampler's state, used instead of `skip`.
 
         Raises:
             LoaderStateError: the epoch of a plain sampler is shorter than `skip`.
@@ -148,7 +148,7 @@ class IndexStream:
         if is_set and not self.has_passes:  # the position determines the pass
             self.sampler.set_epoch(epoch)
         if self.by_skip and (skip or self._has_skipped):
-            self._has_skipped = True  # from now on, the loader sets the skip, not the user
+            self._has_skipped = True  # from now on the loader sets the skip, not the user
             self.sampler.set_skip(skip)
         if self.seeds_itself and self.batch_size is not None and hasattr(self.sampler, "iter_batches"):
             self._inner = None
@@ -209,7 +209,7 @@ class IndexStream:
         self._ended = self._exhausted = True
 
     def state(self) -> dict[str, Any] | None:
-        """Return a plain sampler's state after the last batch drawn; None if the sample count is its only state."""
+        """Return a plain sampler's state after the last batch drawn, or None if a sample count determines it."""
         if self._base is not None:
             return self._base
         if not self.is_stateful:
@@ -231,7 +231,7 @@ class IndexStream:
 
 
 def as_array(indices: Indices) -> np.ndarray | None:
-    """Return the indices as an int64 array of shape (samples,); None if they are not integers."""
+    """Return the indices as an int64 array of shape (samples,), or None if they are not integers."""
     if type(indices) is np.ndarray and indices.dtype == np.int64 and indices.ndim == 1:
         return indices
     try:

@@ -1,4 +1,4 @@
-"""Send a batch from a worker process to the main process, with small tensors as bytes."""
+"""Send a batch from a worker process to the main process, converting small tensors to bytes."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 import numpy as np
 import torch
 
-LIMIT = 8 << 20  # bytes per tensor; above this, shared memory is cheaper than copying through a pipe
+LIMIT = 8 << 20  # maximum bytes per tensor; beyond it, shared memory is faster than a pipe
 
 
 class _LeaveToTorchError(Exception):
-    """The batch holds a tensor that only torch can send, or that torch sends faster."""
+    """The batch contains a tensor that only torch can send, or that torch sends faster."""
 
 
 class _Pickler(pickle.Pickler):
     """Pickle plain CPU tensors as numpy arrays.
 
     Raises:
-        _LeaveToTorchError: another kind of tensor, or a large one.
+        _LeaveToTorchError: the tensor is large, or not a plain CPU tensor.
     """
 
     def reducer_override(self, thing: Any) -> Any:
         if type(thing) is not torch.Tensor:
             if isinstance(thing, torch.Tensor):
-                raise _LeaveToTorchError  # subclasses define their own pickling
+                raise _LeaveToTorchError  # subclasses define how they are pickled
             return NotImplemented
         plain = thing.device.type == "cpu" and thing.layout is torch.strided and not thing.requires_grad
         if not plain or thing.is_conj() or thing.is_neg() or thing.is_quantized:
             raise _LeaveToTorchError
         if thing.is_shared():  # type: ignore[no-untyped-call]
-            raise _LeaveToTorchError  # the user's own shared memory must stay shared
+            raise _LeaveToTorchError  # memory that the user shares must stay shared
         if thing.numel() * thing.element_size() > LIMIT:
             raise _LeaveToTorchError
         if thing.dtype in _BITS:
@@ -51,7 +51,7 @@ def _from_bits(array: np.ndarray, dtype: str) -> torch.Tensor:
 
 
 def pack(batch: Any) -> Any:
-    """Return the batch as bytes, or unchanged if it has to be sent by torch."""
+    """Return the batch as bytes, or unchanged if torch must send it."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(batch)
@@ -61,7 +61,7 @@ def pack(batch: Any) -> Any:
 
 
 class Packed(bytes):
-    """A packed batch, as a type that no user's batch has."""
+    """A packed batch. The type distinguishes it from a user's batch."""
 
 
 def unpack(payload: Any) -> Any:

@@ -1,9 +1,9 @@
-"""StatefulDataLoader: torch's DataLoader, whose position can be saved after any batch and restored.
+"""Provide StatefulDataLoader, a torch DataLoader whose position can be saved after any batch and restored.
 
-*Batches* and *samples* are counted from the start of the epoch, when they are yielded, not when they are prefetched.
-An *epoch* is one pass over the sampler or the iterable dataset. It ends with the StopIteration after its last batch.
-A state saved before that StopIteration resumes at the empty end of that epoch. A state saved after it resumes at the
-next epoch.
+*Batches* and *samples* are counted from the start of the epoch, when they are yielded, not when they are prefetched. An
+*epoch* is one pass over the sampler or the iterable dataset. It ends with the StopIteration after its last batch. If a
+state is saved after the last batch but before that StopIteration, the resumed epoch has no batches left. A state saved
+after the StopIteration resumes at the next epoch.
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ T_co = TypeVar("T_co", covariant=True)
 class StatefulDataLoader(DataLoader[T_co]):
     """torch's DataLoader with `state_dict` and `load_state_dict`.
 
-    There are two ways to construct one. With torch's arguments it is a drop-in replacement: the same batches in the
-    same order. With `config` it is the loader of a training run: `sampler` defaults to `DistributedSampler(dataset)`
-    (in order with `shuffle=False`), an incomplete last batch is dropped, workers persist, and the loader sets the
-    sampler's epoch.
+    With torch's arguments, it is a drop-in replacement that yields the same batches in the same order. With `config`,
+    it has the defaults of a training run. `sampler` defaults to `DistributedSampler(dataset)` (unshuffled with
+    `shuffle=False`), an incomplete last batch is dropped, workers persist, and the loader sets the sampler's epoch.
 
-    It never moves the global random generators; see `exactdata.loading.seeds`.
+    The loader never advances the global random generators; see `exactdata.loading.seeds`.
 
     Example:
         ```python
@@ -66,19 +65,22 @@ class StatefulDataLoader(DataLoader[T_co]):
         ```
 
     Args:
-        dataset: map-style, or an IterableDataset. `exactdata.loading.fetch` lists the methods that make it fast.
-        batch_size: samples per batch; None: samples are not batched. This and the arguments not listed here are
-            torch's.
-        drop_last: None means False, or True if `config` is passed.
-        in_order: as in torch. False: batches are yielded as they are ready, and the loader has no state.
-        snapshot_every_n_steps: batches of a worker between two states of an iterable dataset; the batches since the
-            last state are fetched again and dropped after a resume. 0: a state at the start of an epoch only.
-        config: an object with `num_workers` and optionally `pin_memory` and `prefetch_factor`, which replace the
-            arguments of these names, and `worker_start`, which is called in each worker process when it starts.
+        dataset: a map-style dataset, or an IterableDataset. `exactdata.loading.fetch` lists the methods that make it
+            fast.
+        batch_size: samples per batch. If None, samples are not batched. Arguments not listed here are the same as in
+            torch.
+        drop_last: whether to drop an incomplete last batch. If None, True with `config`, otherwise False.
+        in_order: as in torch. If False, batches are yielded as soon as they are ready, and the loader has no state.
+        snapshot_every_n_steps: number of batches after which each worker saves the state of an iterable dataset. After
+            a resume, the batches since that state are fetched again and dropped. If 0, the state is saved only at the
+            start of an epoch.
+        config: an object with `num_workers`, and optionally `pin_memory` and `prefetch_factor`, which override the
+            arguments of the same names. It may also have `worker_start`, which is called in each worker process when it
+            starts.
 
     Raises:
-        ValueError: as torch's DataLoader, for arguments that contradict each other.
-        LoaderError: a data pipe with several workers.
+        ValueError: arguments contradict each other, as in torch's DataLoader.
+        LoaderError: the dataset is a data pipe and there are several workers.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         snapshot_every_n_steps: int | None = 1,
         config: Any = None,
     ) -> None:
-        # A training run's arguments may be positional: (dataset, batch_size, sampler, config).
+        # The arguments for a training run may be positional: (dataset, batch_size, sampler, config).
         is_sampler = shuffle is not None and not isinstance(shuffle, bool | int)
         if is_sampler or (shuffle is None and hasattr(sampler, "num_workers")):
             shuffle, sampler, config = None, shuffle, sampler if config is None else config
@@ -131,7 +133,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         self._set_up(batch_sampler, generator, sets_epoch=config is not None)
 
     def _set_up(self, batch_sampler: Any, generator: Any, sets_epoch: bool) -> None:
-        self._transform = pin if self.pin_memory and can_pin() else None  # where no worker does it
+        self._transform = pin if self.pin_memory and can_pin() else None  # only if no worker pins memory
         if self.pin_memory and self._transform is None:
             logger.warning("pin_memory=True has no effect: there is no accelerator")
         self._iterable = isinstance(self.dataset, IterableDataset)
@@ -140,17 +142,17 @@ class StatefulDataLoader(DataLoader[T_co]):
         self._stream = IndexStream(sampler, size, self.drop_last, custom, sets_epoch)
         self._seeds = SeedStream(generator, self._stream.seeds_itself, self._stream.sampler)
         self._epoch = 0
-        self._batches_before = 0  # in earlier epochs
+        self._batches_before = 0  # number of batches in earlier epochs
         self._current: Epoch | None = None
         self._pool: WorkerPool | None = None
-        self._loaded: State | None = None  # until a batch is yielded after it
-        self._pending = False  # a state was loaded, and not iterated from yet
+        self._loaded: State | None = None  # kept until a batch is yielded after loading it
+        self._pending = False  # whether a state was loaded but not yet iterated from
         self._reported_length: int | None = None
 
     def __len__(self) -> int:
-        """Return the number of batches of the epoch: those already yielded, and those still to come.
+        """Return the number of batches in the epoch, including those already yielded.
 
-        For an iterable dataset it is an estimate, as in torch.
+        For an iterable dataset, the length is an estimate, as in torch.
         """
         if self._iterable:
             self._reported_length = size_of(self.dataset)
@@ -162,14 +164,14 @@ class StatefulDataLoader(DataLoader[T_co]):
     def __iter__(self) -> Epoch:  # type: ignore[override]
         """Begin an epoch, or resume the epoch that `load_state_dict` restored.
 
-        A second `iter()` in the middle of an epoch begins that epoch again, as in torch, and the state follows the
-        newest iterator. The older iterator continues independently. With persistent workers, which serve one iterator
-        at a time, the older iterator continues as the new one. After the last batch, `iter()` begins the next epoch,
-        even if the older iterator has not raised its StopIteration yet.
+        A second `iter()` in the middle of an epoch restarts that epoch, as in torch, and the state follows the newest
+        iterator. The older iterator continues independently, except with persistent workers, which serve only one
+        iterator. The older iterator then yields the batches of the new one. After the last batch, `iter()` begins the
+        next epoch, even if the older iterator has not yet raised StopIteration.
 
         Raises:
-            LoaderStateError: the loaded state cannot be split among this number of workers.
-            DataEndedError: the sampler has ended for good, and a pass has ended before.
+            LoaderStateError: the loaded state cannot be split over this number of workers.
+            DataEndedError: the sampler has no samples left, and a pass has already ended.
         """
         is_over = self._has_yielded_all()
         if is_over and not self._pending:
@@ -184,7 +186,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         self._current = self._open(state)
         self._pending = False
         if is_over and state is not None:
-            for _ in self._current:  # yields nothing, but draws from the samplers as the uninterrupted epoch did
+            for _ in self._current:  # yields nothing, but advances the samplers as the uninterrupted epoch did
                 pass
             self._current, self._loaded = self._open(None), state
         if older is not None and self.persistent_workers:
@@ -195,10 +197,10 @@ class StatefulDataLoader(DataLoader[T_co]):
         return self._open_iterable(state) if self._iterable else self._open_map(state)
 
     def _check_is_left(self) -> None:
-        """Check that a pass after the first has samples to yield.
+        """Check that there are samples for another pass after the first.
 
         Raises:
-            DataEndedError: the sampler has ended for good.
+            DataEndedError: the sampler has no samples left.
         """
         if self._epoch and self._stream.counts_what_is_left and self._stream.batches_left(0, 0, 0) == 0:
             raise DataEndedError(
@@ -207,7 +209,7 @@ class StatefulDataLoader(DataLoader[T_co]):
             )
 
     def iter_recorded(self) -> Iterator[tuple[T_co, BatchRecord]]:
-        """Iterate as `iter()`, but yield each batch with the record of its samples.
+        """Iterate like `iter()`, and yield each batch with the record of its samples.
 
         Raises:
             LoaderStateError: as `iter()`.
@@ -215,9 +217,9 @@ class StatefulDataLoader(DataLoader[T_co]):
         return iter(self).recorded()
 
     def _has_yielded_all(self) -> bool:
-        """Return whether the epoch's last batch was yielded, as far as that is known before the StopIteration.
+        """Return whether the epoch's last batch was yielded, if that can be known before the StopIteration.
 
-        The epoch of a loaded state is then over, unless no epoch can follow, or its length is not known yet.
+        If so, the epoch of a loaded state is over, unless no epoch can follow or its length is not yet known.
         """
         if self._iterable or (self._pending and (self._stream.ends_for_good or self._stream.awaits_epoch)):
             return False
@@ -226,7 +228,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         return reached and self._stream.batches_left(at.batches, at.samples, at.base) == 0
 
     def _place(self) -> EpochPosition:
-        """Return the position in the current or loaded epoch, or else the position before a new one."""
+        """Return the position in the current or loaded epoch, or else the position before a new epoch."""
         if self._pending:
             return self._position(self._loaded)
         current = self._current
@@ -244,12 +246,12 @@ class StatefulDataLoader(DataLoader[T_co]):
         return position
 
     def _seed(self, state: State | None) -> Any:
-        """Seed the epoch, and return the generator from which torch's loader draws the workers' seed."""
+        """Seed the epoch, and return the generator from which torch's loader draws the seed of the workers."""
         if state is not None and state.get("seeds") is not None:
             self._seeds.load(state["seeds"])
             if is_in_epoch(state):
                 return self._seeds.begin_restored()
-        # A training run has the same order on any number of workers, so their number must not affect the seeds.
+        # A training run has the same order for any number of workers, so this number must not affect the seeds.
         return self._seeds.begin(chain=self.persistent_workers or self._stream.sets_epoch)
 
     def _open_map(self, state: State | None) -> Epoch:
@@ -270,7 +272,7 @@ class StatefulDataLoader(DataLoader[T_co]):
                 load_state(self.dataset, saved[0]["dataset"])
             if self.num_workers == 0:
                 return MapEpoch(source, fetcher, position, self._on_end, self._transform)
-            fetcher.watches = False  # the training may draw at the same time
+            fetcher.watches = False  # the training may draw random numbers at the same time
             depth = self.num_workers * (self.prefetch_factor or 2)
             return PrefetchedEpoch(source, fetcher, depth, position, self._on_end, self._transform)
         first = self._first_worker(state) if saved and len(saved) == self.num_workers else 0
@@ -279,10 +281,10 @@ class StatefulDataLoader(DataLoader[T_co]):
         return WorkerMapEpoch(source, fetcher, setup, position, self._on_end, None)
 
     def _prefetches_in_thread(self, fetcher: MapFetcher) -> bool:
-        """Return whether a thread prefetches in place of worker processes.
+        """Return whether a thread prefetches instead of worker processes.
 
-        The dataset must allow it. A dataset that draws from the global generators would draw from those of the
-        training, at unpredictable moments, and no run could be reproduced.
+        The dataset must allow it. If a dataset used the global generators in a thread, it would share them with the
+        training at unpredictable times, and the run would not be reproducible.
         """
         asks_for_processes = self.worker_init_fn is not None or self.multiprocessing_context is not None or self.timeout
         if asks_for_processes or not fetcher.collated or self._own_collate:
@@ -308,7 +310,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         return WorkerStreamEpoch(fetcher, setup, position, self._on_end, None, self._check_length)
 
     def _first_worker(self, state: State | None) -> int:
-        """Return the number of the worker that fetches the first batch after `state`."""
+        """Return the number of the worker that fetches the first batch after loading `state`."""
         if state is None or not is_in_epoch(state):
             return 0
         return int(state.get("next_worker", 0))
@@ -343,20 +345,20 @@ class StatefulDataLoader(DataLoader[T_co]):
         )
 
     def _on_end(self, epoch: Epoch) -> None:
-        """Prepare the next epoch, after `epoch` was iterated to its end or ended by `end_epoch`."""
+        """Prepare the next epoch, after `epoch` was iterated to its end or `end_epoch` was called."""
         if epoch is not self._current:
             return
         self._epoch = epoch.position.epoch + 1
         self._batches_before += epoch.position.batches
         self._loaded = None
-        if self._stream.by_position:  # its next iteration begins where this one ended
+        if self._stream.by_position:  # the next iteration begins where this one ended
             self._stream.sampler.load_state_dict(self._state_by_position(epoch.position))
         if not self.persistent_workers:
             self._pool = None
 
     def _state_by_position(self, position: EpochPosition) -> Any:
         samples = position.samples - position.base
-        if self._stream.has_passes and self.drop_last:  # an incomplete batch is dropped with the pass
+        if self._stream.has_passes and self.drop_last:  # an incomplete last batch is dropped with the pass
             left = self._stream.sampler.samples_left_after(samples)
             samples += left if left < (self.batch_size or 1) else 0
         return self._stream.sampler.state_dict_at(samples)
@@ -377,7 +379,7 @@ class StatefulDataLoader(DataLoader[T_co]):
 
     @property
     def epoch(self) -> int:
-        """Return the number of the current epoch, or of the next one between epochs; the first is 0."""
+        """Return the number of the current epoch, or between epochs of the next one. The first epoch is 0."""
         return self._epoch + (self._pending and self._has_yielded_all())
 
     @property
@@ -394,7 +396,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         return 0 if self._pending and self._has_yielded_all() else self._place().samples
 
     def end_epoch(self) -> None:
-        """End this epoch early: the next `iter()` begins the next one. Prefetched batches are dropped."""
+        """End this epoch early, so that the next `iter()` begins the next epoch. Drops prefetched batches."""
         if self._pending:
             assert self._loaded is not None
             if not is_in_epoch(self._loaded) or self._has_yielded_all():
@@ -411,10 +413,10 @@ class StatefulDataLoader(DataLoader[T_co]):
             self._on_end(self._current)
 
     def state_dict(self) -> State:
-        """Return the state after the last batch that was yielded.
+        """Return the state after the last yielded batch.
 
-        It consists of numbers, strings, lists and dicts. JSON can hold it if it can hold the states of the dataset and
-        the sampler. `docs/loader.md` lists the keys.
+        The state consists of numbers, strings, lists and dicts. It is JSON-serializable if the states of the dataset
+        and the sampler are. `docs/loader.md` lists the keys.
 
         Raises:
             LoaderStateError: the loader has `in_order=False`.
@@ -430,7 +432,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         if running is not None and self._stream.has_passes and self._has_yielded_all():
             position, before, running = EpochPosition(self._epoch + 1), before + position.batches, None
         states = self._initial_dataset_states() if current is None else current.dataset_states()
-        by_worker = self._iterable or states is not None  # otherwise the worker of the next batch does not matter
+        by_worker = self._iterable or states is not None  # otherwise any worker may fetch the next batch
         state: State = {
             "version": loader_state.VERSION,
             "loader": loader_state.NAME,
@@ -447,7 +449,7 @@ class StatefulDataLoader(DataLoader[T_co]):
             "sampler": sampler,
             "order": None,
             "dataset": one_value(states),
-            "_iterator_finished": running is None and position.epoch > 0,  # accelerate sets it in any loader's state
+            "_iterator_finished": running is None and position.epoch > 0,  # accelerate sets this key in loader states
         }
         if not self._iterable:
             state["dataset_size"] = size_of(self.dataset)
@@ -463,10 +465,10 @@ class StatefulDataLoader(DataLoader[T_co]):
             )
 
     def _with_changes(self, loaded: State) -> State:
-        """Return the loaded state, with changes of the order that were made since."""
+        """Return the loaded state, updated with changes of the order made since."""
         if not self._stream.by_position:
             return dict(loaded)
-        current = self._current  # batches that were taken without being yielded do not count
+        current = self._current  # batches that were taken but not yielded do not count
         sampler = self._stream.sampler.state_dict() if current is None else self._state_by_position(current.position)
         if sampler == loaded.get("sampler"):
             return dict(loaded)
@@ -482,7 +484,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         return {"epoch": epoch} if isinstance(epoch, int) and hasattr(self.sampler, "set_epoch") else None
 
     def _initial_dataset_states(self) -> DatasetStates | None:
-        """Return the state of the dataset before the first iteration, if it is iterated in this process."""
+        """Return the dataset's state before the first iteration, if the dataset is iterated in this process."""
         if self.num_workers or not is_stateful(self.dataset) or is_collated(self.dataset):
             return None
         own = self.dataset.state_dict()  # type: ignore[attr-defined]
@@ -496,12 +498,12 @@ class StatefulDataLoader(DataLoader[T_co]):
         """Resume from `state` at the next `iter()`.
 
         Args:
-            state: the state of one rank; or a state aggregated from all ranks, of which this rank takes its part; or a
-                state of torchdata's StatefulDataLoader over a map-style dataset.
+            state: the state of one rank, or a state aggregated from all ranks, from which this rank takes its part. A
+                state of torchdata's StatefulDataLoader for a map-style dataset is also accepted.
 
         Raises:
-            LoaderStateError: another loader wrote the state, keys are missing, it does not fit, or the loader has
-                `in_order=False`.
+            LoaderStateError: the state is from a different loader, lacks keys or does not match this loader, or the
+                loader has `in_order=False`.
         """
         self._check_has_states()
         if isinstance(state, dict) and "ranks" in state:
@@ -523,15 +525,15 @@ class StatefulDataLoader(DataLoader[T_co]):
             self.sampler.set_epoch(state["sampler"]["epoch"])
         self._epoch, self._batches_before = state["epoch"], state.get("batches_before", 0)
         within = is_in_epoch(state)
-        if self._stream.by_skip and (within or self._loaded is not None):  # a state loaded before may have left a skip
+        if self._stream.by_skip and (within or self._loaded is not None):  # an earlier loaded state may have set a skip
             self._stream.sampler.set_skip(self._samples_of(state) if within else 0)
         self._loaded, self._pending = state, True
 
     def _check(self, state: State) -> None:
-        """Check all of a state. The sampler checks and loads its part last.
+        """Check the complete state. The sampler checks and loads its part last.
 
         Raises:
-            LoaderStateError, SamplerStateError: the state does not fit, and nothing was loaded.
+            LoaderStateError, SamplerStateError: the state does not match this loader. Nothing was loaded.
         """
         stream = self._stream
         size = None if self._iterable else size_of(self.dataset)
@@ -553,7 +555,7 @@ class StatefulDataLoader(DataLoader[T_co]):
             )
 
     def _samples_of(self, state: State) -> int:
-        """Return the samples yielded in the epoch. States of some other loaders count only batches."""
+        """Return the number of samples yielded in the epoch. States of some other loaders count only batches."""
         if "samples_yielded" in state:
             return int(state["samples_yielded"])
         return int(state["batches_yielded"]) * int(state.get("batch_size") or self.batch_size or 1)
@@ -562,7 +564,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         """Combine the states of all ranks, ordered by rank, into one.
 
         Raises:
-            LoaderStateError: there are none, one of them is not a loader's state, or they are of different places.
+            LoaderStateError: there are no states, one is not a loader's state, or their positions differ.
         """
         aggregated = loader_state.aggregate(states)
         if self._iterable:
@@ -573,12 +575,12 @@ class StatefulDataLoader(DataLoader[T_co]):
         """Extract the state that `rank` of `world_size` ranks resumes from.
 
         Args:
-            aggregated: from `aggregate_state_dict`, possibly on another number of ranks.
+            aggregated: result of `aggregate_state_dict`, possibly from a different number of ranks.
             rank: the rank that resumes.
             world_size: the number of ranks that resume.
 
         Raises:
-            LoaderStateError: the state cannot be split among this number of ranks.
+            LoaderStateError: the state cannot be split over this number of ranks.
         """
         ranks = loader_state.check_aggregated(aggregated, rank, world_size)
         if self._iterable:
@@ -597,7 +599,7 @@ class StatefulDataLoader(DataLoader[T_co]):
 
 
 def _python_integer(number: Any) -> Any:
-    """Convert an integer of numpy or torch to one that a state can hold. torch's loader checks everything else."""
+    """Convert a numpy or torch integer to an int that a state can store. torch's loader checks other values."""
     return operator.index(number) if hasattr(number, "__index__") else number
 
 
@@ -610,7 +612,7 @@ def _check_data_pipe(dataset: Any, num_workers: int) -> None:
 
 
 def _seeded(indices: Iterator[Any], seeds: SeedStream) -> Iterator[Any]:
-    """Yield `indices`, whose sampler may draw from torch's global generator with its first index."""
+    """Yield `indices`. The sampler may draw from torch's global generator at its first index."""
     with seeds.in_place_of_global():
         first = list(islice(indices, 1))
     yield from first

@@ -1,4 +1,4 @@
-"""Check that a loader's state fits, and combine the states of ranks."""
+"""Check that a loader's state matches the loader, and combine the states of all ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAME = "exactdata.StatefulDataLoader"
 VERSION = 1
 
 _MESSAGE = "{key} in this state is {value}; it must be {allowed}: the state was edited; use another checkpoint"
-_OTHER_LOADERS = {  # keys of states that another loader with the same sampler wrote
+_OTHER_LOADERS = {  # keys in states written by other loaders with the same sampler
     "epoch": whole(),
     "batches_yielded": whole(),
     "samples_yielded": whole(),
@@ -65,11 +65,11 @@ _RANKS = Record({"version": whole(1), "loader": one_of(NAME), "ranks": ListOf(ma
 
 _UNCHANGEABLE = (int, str, bool, float, type(None))
 
-DatasetStates = list[dict[str, Any]]  # one per worker; for an iterable dataset, one per shard
+DatasetStates = list[dict[str, Any]]  # one state per worker or, for an iterable dataset, per shard
 
 
 def copied(value: Any) -> Any:
-    """Return a copy that later changes of the original do not affect. Flat dicts of plain values are copied fast."""
+    """Return a copy that later changes to the original do not affect. Fast for flat dicts of plain values."""
     kind = type(value)
     if kind in _UNCHANGEABLE:
         return value
@@ -79,9 +79,10 @@ def copied(value: Any) -> Any:
 
 
 def one_value(value: Any) -> Any:
-    """Return a value as JSON text, if JSON preserves it; otherwise a copy.
+    """Return a value as a JSON string if JSON preserves it, otherwise a copy of the value.
 
-    torch.distributed.checkpoint would flatten a list of dicts into keys, whose number differs from state to state.
+    torch.distributed.checkpoint would flatten a list of dicts into keys, and the number of keys would vary between
+    states.
     """
     if value is None:
         return None
@@ -98,7 +99,7 @@ def opened(value: Any) -> Any:
     """Parse the result of `one_value`.
 
     Raises:
-        LoaderStateError: it is a text, but not JSON.
+        LoaderStateError: the value is a string that is not JSON.
     """
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -117,13 +118,13 @@ def check_seal(state: State, what: str) -> None:
     """Check that a state has not changed since it was sealed.
 
     Raises:
-        LoaderStateError: it has changed.
+        LoaderStateError: the state has changed.
     """
     check_same_seal(state.get("digest"), _digest_of(state), what, LoaderStateError, "digest")
 
 
 def _digest_of(state: State) -> str:
-    """Compute the digest of a state without the sampler's rank, which no sampler restores."""
+    """Compute the digest of a state, without the sampler's rank, which no sampler restores."""
     sampler = state.get("sampler")
     if isinstance(sampler, dict) and "rank" in sampler:
         state = {**state, "sampler": {key: value for key, value in sampler.items() if key != "rank"}}
@@ -131,12 +132,12 @@ def _digest_of(state: State) -> str:
 
 
 def is_in_epoch(state: State) -> bool:
-    """Check whether the state was taken within an epoch, not between two."""
+    """Return whether the state was saved within an epoch, rather than between epochs."""
     return bool(state.get("in_epoch", state["batches_yielded"] > 0))
 
 
 def size_of(dataset: Any) -> int | None:
-    """Return the number of samples in the dataset; None if it has no length."""
+    """Return the number of samples in the dataset, or None if it has no length."""
     try:
         return len(dataset)
     except TypeError:
@@ -147,7 +148,7 @@ def require(state: Any, keys: Sequence[str]) -> None:
     """Check that `state` is a dict with all `keys`.
 
     Raises:
-        LoaderStateError: names the missing keys and the loader that wrote the state.
+        LoaderStateError: keys are missing. The message names them and the loader that wrote the state.
     """
     if not isinstance(state, dict):
         raise LoaderStateError(f"{NAME} cannot load a {type(state).__name__}; pass what its state_dict() returned")
@@ -161,7 +162,7 @@ def require(state: Any, keys: Sequence[str]) -> None:
 
 
 def _check_declared(state: Any) -> None:
-    """Check the keys that a state of any loader has."""
+    """Check the keys that the states of all loaders have."""
     require(state, ("epoch", "batches_yielded"))
     check(state, _ANY, _MESSAGE, LoaderStateError)
 
@@ -169,18 +170,18 @@ def _check_declared(state: Any) -> None:
 def check_state(state: Any, iterable: bool, size: int | None, sampler_checks: bool, counts_batches: bool) -> None:
     """Check that a loader of this kind wrote `state`, for a dataset of this size.
 
-    A state with no keys but `epoch`, `batches_yielded`, `samples_yielded`, `batch_size` and `sampler` may be from
-    another loader, and has no seal.
+    A state with only the keys `epoch`, `batches_yielded`, `samples_yielded`, `batch_size` and `sampler` may be from a
+    different loader, and has no seal.
 
     Args:
         state: the state to check.
-        iterable: this loader's dataset is iterable-style.
-        size: samples in this loader's dataset, if known.
-        sampler_checks: the sampler compares the sizes itself.
-        counts_batches: the sampler yields batches, which may be empty.
+        iterable: whether this loader's dataset is iterable-style.
+        size: number of samples in this loader's dataset, if known.
+        sampler_checks: whether the sampler compares the sizes.
+        counts_batches: whether the sampler yields batches, which may be empty.
 
     Raises:
-        LoaderStateError: the state does not fit.
+        LoaderStateError: the state does not match the loader.
     """
     _check_declared(state)
     version = state.get("version", VERSION)
@@ -210,16 +211,16 @@ def check_state(state: Any, iterable: bool, size: int | None, sampler_checks: bo
 
 
 def check_place(state: State, epoch_size: int | None, batch_size: int | None, counts_batches: bool) -> None:
-    """Check that the place is within the epoch, if its length is known, and that the state is unchanged.
+    """Check that the position is within the epoch, if its length is known, and that the state is unchanged.
 
     Args:
         state: the state to check.
-        epoch_size: samples of every epoch; batches if `counts_batches`.
-        batch_size: samples per batch; None: 1.
-        counts_batches: the sampler yields batches.
+        epoch_size: samples per epoch, or batches per epoch if `counts_batches`.
+        batch_size: samples per batch. None means 1.
+        counts_batches: whether the sampler yields batches.
 
     Raises:
-        LoaderStateError: the place is outside the epoch, or the state was changed.
+        LoaderStateError: the position is outside the epoch, or the state was changed.
     """
     key = "batches_yielded" if counts_batches or "samples_yielded" not in state else "samples_yielded"
     if epoch_size is not None and is_in_epoch(state):
@@ -240,10 +241,10 @@ def check_place(state: State, epoch_size: int | None, batch_size: int | None, co
 
 
 def check_sampler_epoch(state: State) -> None:
-    """Check the epoch that a plain sampler's `set_epoch` is called with, if the state has it.
+    """Check the epoch with which a plain sampler's `set_epoch` is called, if the state has it.
 
     Raises:
-        LoaderStateError: it is not an integer that torch can seed a generator with.
+        LoaderStateError: the epoch is not an integer with which torch can seed a generator.
     """
     declared = Record({}, {"epoch": whole(-LARGEST)})
     check({"sampler": state.get("sampler") or {}}, Record({"sampler": declared}), _MESSAGE, LoaderStateError)
@@ -253,7 +254,7 @@ def aggregate(states: Sequence[State]) -> State:
     """Combine the states of all ranks, ordered by rank, into one.
 
     Raises:
-        LoaderStateError: there are none, or the ranks are at different places.
+        LoaderStateError: there are no states, or the ranks are at different positions.
     """
     if not isinstance(states, Sequence) or not states:
         raise LoaderStateError("aggregate_state_dict got no states: pass a list of one per rank")
@@ -262,13 +263,13 @@ def aggregate(states: Sequence[State]) -> State:
 
 
 def check_ranks(states: Sequence[State]) -> None:
-    """Check that the states of all ranks were taken at the same place.
+    """Check that the states of all ranks were saved at the same position.
 
-    Ranks with streams or plain samplers may be in different epochs. The number of batches since the start of the run is
-    then compared.
+    Ranks with streams or plain samplers may be in different epochs. For these, the number of batches since the start of
+    the run is compared.
 
     Raises:
-        LoaderStateError: a rank disagrees with rank 0; names the first such rank and both places.
+        LoaderStateError: a rank differs from rank 0. The message names the first such rank and both positions.
     """
     for state in states:
         _check_declared(state)
@@ -285,9 +286,9 @@ def check_ranks(states: Sequence[State]) -> None:
 
 
 def _place(state: State) -> dict[str, Any]:
-    """Return the part of a state that is the same on all ranks."""
+    """Return the part of a state that must be the same on all ranks."""
     place = {key: state.get(key) for key in ("version", "style", "batch_size")}
-    if not counts_ranks(state):  # each rank may have different data and epochs
+    if not counts_ranks(state):  # ranks may have different data and epochs
         batches = state["batches_yielded"]
         if "batches_before" in state:
             return {**place, "batches since the start of the run": state["batches_before"] + batches}
@@ -298,18 +299,18 @@ def _place(state: State) -> dict[str, Any]:
 
 
 def counts_ranks(state: State) -> bool:
-    """Check whether the saved sampler deals out equal parts of its epoch, and records to how many ranks."""
+    """Return whether the saved sampler splits its epoch equally over ranks, and records the number of ranks."""
     return "num_replicas" in (state.get("sampler") or ())
 
 
 def check_aggregated(aggregated: Any, rank: int, world_size: int) -> list[State]:
-    """Check the result of `aggregate`, and that `rank` is one of `world_size` ranks.
+    """Check a result of `aggregate`, and that `rank` is one of `world_size` ranks.
 
     Returns:
-        The states of the ranks that were saved.
+        The saved states of all ranks.
 
     Raises:
-        LoaderStateError: it was changed, its ranks disagree, or there is no such rank.
+        LoaderStateError: the state was changed, its ranks disagree, or there is no such rank.
     """
     require(aggregated, ("ranks",))
     if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:

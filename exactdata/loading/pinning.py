@@ -1,4 +1,4 @@
-"""Put a batch into page-locked memory, so that its copy to the GPU can be asynchronous."""
+"""Copy a batch into page-locked memory, so that its transfer to the GPU can be asynchronous."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def pin(batch: Any) -> Any:
-    """Return the batch with its tensors in pinned memory, in the same containers that torch's DataLoader returns."""
+    """Return the batch with its tensors in pinned memory. Uses the same containers as torch's DataLoader."""
     if isinstance(batch, torch.Tensor):
         return batch.pin_memory()
     if hasattr(batch, "pin_memory"):
@@ -26,7 +26,7 @@ def pin(batch: Any) -> Any:
 
 
 def can_pin() -> bool:
-    """Check whether there is an accelerator that benefits from pinned memory."""
+    """Return whether there is an accelerator that benefits from pinned memory."""
     if not torch.accelerator.is_available():
         return False
     accelerator = torch.accelerator.current_accelerator()

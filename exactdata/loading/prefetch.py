@@ -1,4 +1,4 @@
-"""Prefetch in a thread, for map-style datasets that gather a batch with hardly any Python."""
+"""Prefetch in a thread, for map-style datasets that gather a batch with very little Python code."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from exactdata.loading.protocols import BatchRecord
 
 
 class PrefetchThread(threading.Thread):
-    """Fetch requested batches in a thread without a reference to the iterator, which may be freed at any time."""
+    """Fetch requested batches in a thread. Holds no reference to the iterator, which may be freed at any time."""
 
-    # Keyed by the dataset's identity: a dataset need not be thread-safe, and a loader may have several iterators.
+    # Locks by the id of the dataset. A dataset need not be thread-safe, and a loader may have several iterators.
     _locks: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
     _running: ClassVar[weakref.WeakSet[PrefetchThread]] = weakref.WeakSet()
 
@@ -49,26 +49,26 @@ class PrefetchThread(threading.Thread):
 
     @classmethod
     def stop_all(cls) -> None:
-        """Stop every thread: an interpreter that exits while a thread is inside torch aborts."""
+        """Stop every thread, because an interpreter that exits while a thread is inside torch aborts."""
         for thread in list(cls._running):
             thread.stop()
             thread.join()
 
 
 atexit.register(PrefetchThread.stop_all)
-# A fork copies the locks but not the threads, and a lock may be held at that moment.
+# A fork copies the locks but not the threads, and a lock may be held at the time of the fork.
 os.register_at_fork(after_in_child=PrefetchThread._locks.clear)
 
 
 class PrefetchedEpoch(Epoch):
-    """Iterate over an epoch of a map-style dataset, prefetched by a thread.
+    """Iterate over an epoch of a map-style dataset that a thread prefetches.
 
     Args:
-        source: the indices.
+        source: the indices of the epoch.
         fetcher: fetches a batch of indices.
         depth: number of batches to prefetch.
-        position: where the epoch begins.
-        rest: further arguments of `Epoch`.
+        position: position from which to iterate.
+        rest: additional arguments for `Epoch`.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class PrefetchedEpoch(Epoch):
         self._begin(position.samples)
 
     def _begin(self, drawn: int) -> None:
-        """Start a thread that fetches after the first `drawn` samples. It is stopped when the epoch is freed."""
+        """Start a thread that fetches after the first `drawn` samples. Freeing the epoch stops the thread."""
         self._thread = PrefetchThread(self._fetcher)
         self._pending: list[tuple[Indices, int, int, dict[str, Any] | None]] = []
         self._drawn = drawn

@@ -1,4 +1,4 @@
-"""Define the interface of a data loader that can be resumed, on any number of ranks and workers.
+"""Define the interface of a data loader that can resume on any number of ranks and workers.
 
 Importing this module does not import torch.
 """
@@ -16,15 +16,15 @@ State = dict[str, Any]
 
 
 class LoaderError(UserError, ValueError):
-    """The loader's arguments contradict each other."""
+    """Arguments of the loader contradict each other."""
 
 
 class DataEndedError(LoaderError):
-    """The sampler has yielded all its samples, and has no further epoch."""
+    """The sampler has yielded all its samples, and no epoch can follow."""
 
 
 class LoaderStateError(UserError, ValueError):
-    """A saved state does not fit this loader."""
+    """A saved state does not match this loader."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,9 +32,9 @@ class BatchRecord:
     """The samples of a batch.
 
     Attributes:
-        indices: int64, shape (samples,): dataset indices. None for an iterable dataset, and for indices that are not
+        indices: dataset indices, int64 of shape (samples,). None for an iterable dataset, or if indices are not
             integers.
-        positions: int64, shape (samples,): global positions as the sampler counts them, from the start of the run
+        positions: global positions, int64 of shape (samples,). The sampler counts them from the start of the run
             (ElasticSampler) or of the epoch (DistributedSampler, MixtureSampler). None if the sampler has no
             `positions` method.
         epoch: the epoch of the batch, from 0.
@@ -49,22 +49,22 @@ class BatchRecord:
 class RestartableDataLoader(Protocol):
     """An iterable over batches whose position can be saved and restored.
 
-    At a save the states of all ranks are aggregated into one, which goes into the train state; at a resume each
-    rank takes its part of it, even if the number of ranks has changed. `StatefulDataLoader` implements this; any
-    iterable with these methods works.
+    When a checkpoint is saved, the states of all ranks are aggregated into a single state, which is stored in the train
+    state. At a resume, each rank extracts its part, even if the number of ranks has changed. `StatefulDataLoader`
+    implements this interface. Any iterable with these methods works.
     """
 
     def __iter__(self) -> Iterator[Any]: ...
 
     def state_dict(self) -> State:
-        """Return this rank's state after the last batch that was yielded; prefetched batches do not count."""
+        """Return this rank's state after the last yielded batch. Prefetched batches are not included."""
         ...
 
     def load_state_dict(self, state: State) -> None:
         """Resume from this rank's `state` at the next `iter()`.
 
         Raises:
-            LoaderStateError: the state does not fit.
+            LoaderStateError: the state does not match this loader.
         """
         ...
 
@@ -76,7 +76,7 @@ class RestartableDataLoader(Protocol):
         """Extract the state that `rank` of `world_size` ranks resumes from.
 
         Raises:
-            LoaderStateError: the state cannot be split among this number of ranks.
+            LoaderStateError: the state cannot be split over this number of ranks.
         """
         ...
 
@@ -85,18 +85,18 @@ _rank, _world_size = 0, 1
 
 
 def set_ranks(rank: int, world_size: int) -> None:
-    """Set what `ranks` and `shard` return in this process; the loader calls it, also in every worker."""
+    """Set the return values of `ranks` and `shard` in this process. The loader calls it in every worker, too."""
     global _rank, _world_size
     _rank, _world_size = rank, world_size
 
 
 def ranks() -> tuple[int, int]:
-    """Return (rank, world size) of the loader that reads this dataset, also in its worker processes."""
+    """Return (rank, world size) of the loader that reads this dataset. Also works in its worker processes."""
     return _rank, _world_size
 
 
 class Acting:
-    """Context in which a dataset is read as a given shard. It may be an old shard, left over from before a resume.
+    """Context in which a dataset is read as a given shard, which may be an unfinished shard from before a resume.
 
     Attributes:
         shard: (index, number of shards) that `shard` returns.
@@ -123,8 +123,8 @@ _acting: list[Acting] = []
 def shard() -> tuple[int, int]:
     """Return (index of this shard, number of shards), counted over all ranks and their workers.
 
-    An iterable dataset that yields every `number`-th item, starting at item `index`, is split without overlap.
-    Worker `w` of `W` of rank `r` reads shard `r * W + w`. Outside a worker process, a rank is one shard.
+    Split an iterable dataset without overlap by yielding every `number`-th item, starting at item `index`. With `W`
+    workers per rank, worker `w` of rank `r` reads shard `r * W + w`. Without worker processes, each rank is one shard.
 
     Example:
         ```python
@@ -151,8 +151,8 @@ def shard() -> tuple[int, int]:
 
 
 def epoch() -> int | None:
-    """Return the epoch, from 0, in which a loader reads this iterable dataset, also in workers; None without a loader.
+    """Return the epoch, from 0, of the loader that reads this iterable dataset, or None without a loader.
 
-    A dataset that counts epochs itself loses count where workers do not outlive an epoch.
+    Also works in worker processes. A dataset should not count epochs, because workers may end after an epoch.
     """
     return _acting[-1].epoch if _acting else None

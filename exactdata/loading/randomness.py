@@ -1,4 +1,4 @@
-"""Draw random numbers that depend on the sample alone, not on the number of workers or ranks, nor on resumes.
+"""Draw random numbers that depend only on the sample, not on the number of workers or ranks, or on resumes.
 
 Importing this module does not import torch.
 """
@@ -23,9 +23,9 @@ class NoSampleError(UserError, RuntimeError):
 
 
 class _Current(threading.local):
-    """The batch that this thread is fetching: its keys (or a function that returns them) and the index within it.
+    """The batch that this thread is fetching: its keys (or a function that returns them), and the current index in it.
 
-    The fetcher sets both before a batch, and sets `keys` to None after it.
+    The fetcher sets both before fetching a batch, and resets `keys` to None afterwards.
     """
 
     keys: Keys | Callable[[], Keys] | None = None
@@ -39,9 +39,9 @@ def sample_rng(at: int | None = None) -> np.random.Generator:
     """Return the random generator of the sample that is being fetched.
 
     It is a counter-based generator (Philox), keyed by the seed, the source and the number of earlier samples of that
-    source. Augmentation, cropping and dropping therefore do not depend on workers, ranks or resumes. With a sampler
-    that has no `sample_keys`, the key is a hash of the epoch's seed and the dataset index. Every call for the same
-    sample starts the same random stream: call it once per sample.
+    source. Augmentation, cropping and dropping therefore do not depend on workers, ranks or resumes. If the sampler has
+    no `sample_keys`, the key is a hash of the epoch's seed and the dataset index. Call this once per sample, because
+    every call for the same sample restarts the same random stream.
 
     Example:
         ```python
@@ -58,7 +58,7 @@ def sample_rng(at: int | None = None) -> np.random.Generator:
         ```
 
     Args:
-        at: index of the sample within the batch, needed in a dataset's `__getitems__`; not needed in `__getitem__`.
+        at: index of the sample within the batch. Required in a dataset's `__getitems__`, but not in `__getitem__`.
 
     Raises:
         NoSampleError: called while no `StatefulDataLoader` is fetching a sample.
@@ -75,9 +75,9 @@ def sample_rng(at: int | None = None) -> np.random.Generator:
 
 
 def keys_from_indices(seed: int, indices: Sequence[Any]) -> Keys:
-    """Hash (the epoch's seed, the dataset index) to keys, for a sampler without keys.
+    """Compute keys by hashing the epoch's seed and the dataset indices, for a sampler without keys.
 
-    Indices that are not integers (the keys of a mapping, for example) are hashed by their `repr`.
+    For indices that are not integers (e.g. the keys of a mapping), the `repr` is hashed.
     """
     import hashlib
 

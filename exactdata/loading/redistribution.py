@@ -1,8 +1,9 @@
-"""Decide which shards of a stream a process resumes, and deal out the rest of an epoch to another number of shards.
+"""Decide which shards of a stream a process resumes, and split the rest of an epoch over a new number of shards.
 
-The dataset deals out the inner states of unfinished shards, by its `aggregate_state_dict` and
-`deaggregate_state_dict`. The loader handles the other shards, because an inner state need not distinguish them: a shard
-that has ended has nothing left, and a shard that was not begun is read as the shard that it was.
+The dataset redistributes the states of unfinished shards, using its `aggregate_state_dict` and
+`deaggregate_state_dict`. The loader handles shards that have ended or not begun, because the dataset's state need not
+distinguish them. A shard that has ended has nothing left to read. A shard that has not begun is read under its old
+shard number.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ def for_rank(aggregated: State, rank: int, world_size: int, workers: int) -> Sta
         return dict(ranks[rank])
     epoch = min(state["epoch"] for state in ranks)
     behind = [state for state in ranks if state["epoch"] == epoch]
-    # Ranks that have loaded a state and not read since still hold the shards of all ranks.
+    # Ranks that have loaded a state but not yet read from it still hold the shards of all ranks.
     shards = {tuple(shard["owner"]): shard for state in ranks for shard in _shards_of(state, ranks, epoch)}
     dealt = one_value([shards[of] for of in sorted(shards)])
     return {**behind[rank % len(behind)], "dataset": dealt, "next_worker": 0}
 
 
 def _shards_of(state: State, ranks: Sequence[State], epoch: int) -> DatasetStates:
-    """Return the states of one rank's shards, as seen from `epoch`."""
+    """Return the states of one rank's shards, relative to `epoch`."""
     workers = max(int(state.get("num_workers", 0)), 1)
     rank = next(number for number, other in enumerate(ranks) if other is state)
     saved: DatasetStates | None = opened(state.get("dataset"))
@@ -57,7 +58,7 @@ def _shards_of(state: State, ranks: Sequence[State], epoch: int) -> DatasetState
 
 
 def check_alike(dataset: Any, states: Sequence[State]) -> None:
-    """Let a dataset that has `check_state_dicts` compare the inner states of all shards of all ranks."""
+    """Call the dataset's `check_state_dicts`, if it has one, on the inner states of all shards of all ranks."""
     if not callable(getattr(dataset, "check_state_dicts", None)):
         return
     shards = [shard for state in states for shard in opened(state.get("dataset")) or ()]
@@ -68,8 +69,8 @@ def check_alike(dataset: Any, states: Sequence[State]) -> None:
 def for_workers(state: State, dataset: Any, ranks: tuple[int, int], workers: int) -> tuple[DatasetStates | None, bool]:
     """Return the states from which this rank's `workers` resume a stream, and whether the shards have changed.
 
-    The states are None to begin anew. If the number of shards changed, each state is `{"redistribute": [all old
-    states]}`, and each worker picks its part by `own`.
+    If there is nothing to resume, the states are None. If the number of shards has changed, each state is
+    `{"redistribute": [all old states]}`, and each worker extracts its part using `own`.
 
     Args:
         state: the loader's state.
@@ -78,7 +79,7 @@ def for_workers(state: State, dataset: Any, ranks: tuple[int, int], workers: int
         workers: number of workers of this rank.
 
     Raises:
-        LoaderStateError: the number of shards changed, and the dataset cannot redistribute its states.
+        LoaderStateError: the number of shards has changed, and the dataset cannot redistribute its states.
     """
     saved = opened(state.get("dataset"))
     if saved is None:
@@ -98,7 +99,7 @@ def for_workers(state: State, dataset: Any, ranks: tuple[int, int], workers: int
     if not any(shard["begun"] or shard["ended"] or shard["waiting"] for shard in saved) and not _can_redistribute(
         dataset
     ):
-        return None, True  # nothing was ever read
+        return None, True  # nothing was read yet
     shape = (
         f"this state is of {before} shards of {type(dataset).__name__}, now there are {now} "
         f"({ranks[1]} ranks of {workers}): resume with the same number of ranks and workers"
@@ -118,7 +119,7 @@ def _can_redistribute(dataset: Any) -> bool:
 
 
 def own(dataset: Any, saved: State) -> State | None:
-    """Return the state from which this process's shard resumes; None: from the beginning.
+    """Return the state from which this process's shard resumes, or None to start from the beginning.
 
     Args:
         dataset: the stream.
@@ -130,7 +131,7 @@ def own(dataset: Any, saved: State) -> State | None:
 
 
 def _with_inner(dataset: Any, state: State) -> State:
-    """Add the dataset's own state to each leg that was saved before a worker began it: another leg may change it."""
+    """Add the dataset's own state to each leg saved before a worker began it, because a different leg may change it."""
     if not is_stateful(dataset) or is_iterator(dataset):
         return state
     if state["boundary"] and state["dataset"] is None:
@@ -141,7 +142,7 @@ def _with_inner(dataset: Any, state: State) -> State:
 def _redistribute(dataset: Any, states: DatasetStates) -> State | None:
     shard, shards = owner = protocols.shard()
     if not any(state["begun"] or has_ended(state) or state["waiting"] for state in states):
-        first = states[0]  # if any shard has something to read, this one has
+        first = states[0]  # if any shard has samples left, this one does
         if first["dataset"] is None:
             return None
         return {**first, "iterator": None, "boundary": True, "owner": list(owner)}
@@ -154,7 +155,7 @@ def _redistribute(dataset: Any, states: DatasetStates) -> State | None:
 
 
 def _nothing(dataset: Any, legs: DatasetStates) -> State:
-    """Return the inner state of a shard that gets none of the unfinished legs. It joins the next epoch."""
+    """Return the inner state of a shard that gets no unfinished leg. The shard takes part again in the next epoch."""
     inner = [leg for leg in legs if leg["dataset"] is not None]
     for leg in inner:
         if has_ended(leg):
@@ -165,12 +166,12 @@ def _nothing(dataset: Any, legs: DatasetStates) -> State:
 
 
 def _inner_part(dataset: Any, legs: DatasetStates, shard: int, shards: int) -> State:
-    """Return the inner state of one shard, from the states of unfinished legs."""
+    """Return the inner state of one shard, given the states of unfinished legs."""
     inner = copy.deepcopy([leg["dataset"] if leg["iterator"] is None else leg["iterator"] for leg in legs])
     part = dataset.deaggregate_state_dict(dataset.aggregate_state_dict(inner), shard, shards)
     if legs[0]["iterator"] is not None and not is_iterator(dataset):
         return {"dataset": None, "iterator": part}
     if isinstance(part, dict) and isinstance(inner[0], dict) and part.keys() != inner[0].keys():
-        load_state(dataset, part)  # `part` can be loaded, but not yet aggregated again
+        load_state(dataset, part)  # `part` can be loaded, but not aggregated again
         part = dataset.state_dict()
     return {"dataset": part, "iterator": None}

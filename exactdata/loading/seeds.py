@@ -1,10 +1,10 @@
-"""Draw the loader's seeds as torch's loader does, without moving the global generator.
+"""Draw the loader's seeds like torch's loader, without advancing the global generator.
 
 torch's DataLoader draws a seed for its workers from the global generator at every `iter()`, and a shuffling sampler
-draws another seed with its first index. This loader draws both from a private copy of the global generator, made
-when it is first iterated. After `torch.manual_seed` the order is torch's, in every epoch, and the global generator
-stays where it was, so that dropout in a resumed run is the same as in an uninterrupted one. A generator passed as
-`generator=` is drawn from as torch does.
+draws a second seed at its first index. This loader draws both from a private copy of the global generator, made at the
+first iteration. After `torch.manual_seed`, the order is the same as torch's in every epoch. The global generator does
+not advance, so that dropout is the same in a resumed and in an uninterrupted run. If you pass `generator=`, seeds are
+drawn from it as in torch.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from exactdata.order.state_checks import shown
 
 
 def draw_seed(generator: torch.Generator) -> int:
-    """Draw one seed as torch's DataLoader draws its base seed."""
+    """Draw one seed the way torch's DataLoader draws its base seed."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
 class SeedStream:
-    """One seed per epoch, and the state to reproduce it.
+    """One seed per epoch, and the state from which to reproduce it.
 
-    If the sampler seeds itself, and for the later epochs of persistent workers, each seed is derived from the previous
-    one ("chained"), and a single integer is the whole state. The first seed is then derived from the sampler's `seed`,
-    if it has one, so that every rank has the same state, however it has seeded torch.
+    Seeds are chained if the sampler needs no draws from the loader, and in later epochs with persistent workers. Each
+    seed is then derived from the previous one, and the state is a single integer. The first seed of a chain is derived
+    from the sampler's `seed`, if it has one, so that every rank has the same state even if ranks seed torch
+    differently.
 
     Args:
         generator: the generator passed to the loader, or None.
-        seeds_itself: the sampler needs no random draws from the loader.
-        sampler: the sampler. If it has a `generator`, the generator is saved and restored as well.
+        seeds_itself: whether the sampler needs no random draws from the loader.
+        sampler: the sampler. If it has a `generator`, the generator is saved and restored, too.
     """
 
     def __init__(self, generator: torch.Generator | None, seeds_itself: bool, sampler: Any) -> None:
@@ -48,11 +49,11 @@ class SeedStream:
         self.base_seed: int | None = None
         self.chained = False
         self._private: torch.Generator | None = None
-        self._at_start: dict[str, Any] | None = None  # the generators' states at the start of the epoch
+        self._at_start: dict[str, Any] | None = None  # states of the generators at the start of the epoch
 
     @property
     def private(self) -> torch.Generator:
-        """Return the private copy of the global generator, made at its first use."""
+        """Return the private copy of the global generator. Creates it on first use."""
         if self._private is None:
             self._private = torch.Generator()
             self._private.set_state(torch.get_rng_state())
@@ -62,10 +63,10 @@ class SeedStream:
         """Begin an epoch.
 
         Args:
-            chain: derive the seed from the previous one, if there is one, instead of drawing it.
+            chain: whether to derive the seed from the previous one, if there is one, instead of drawing it.
 
         Returns:
-            A generator whose next draw is `base_seed`, to be passed to torch's loader.
+            A generator to pass to torch's loader. Its next draw is `base_seed`.
         """
         if self.seeds_itself or (chain and self.base_seed is not None):
             self.base_seed, self.chained = draw_seed(torch.Generator().manual_seed(self._root())), True
@@ -79,7 +80,7 @@ class SeedStream:
         return ahead
 
     def begin_restored(self) -> torch.Generator:
-        """Begin the epoch that `load` restored, and return a generator as `begin` does."""
+        """Begin the epoch that `load` restored, and return a generator like `begin`."""
         if self.chained:
             assert self.base_seed is not None
             return torch.Generator().manual_seed(self.base_seed)
@@ -109,7 +110,7 @@ class SeedStream:
             torch.set_rng_state(outside)
 
     def state(self, in_epoch: bool) -> dict[str, Any]:
-        """Return the state at the start of the current epoch, or of the next one if not `in_epoch`."""
+        """Return the state at the start of the current epoch, or of the next epoch if not `in_epoch`."""
         state: dict[str, Any] = {"base_seed": self.base_seed, "chained": self.chained}
         if self.seeds_itself:
             state["base_seed"] = self._root()
@@ -118,13 +119,13 @@ class SeedStream:
             self._save_generators()
         assert self._at_start is not None
         for name, tensor in self._at_start.items():
-            if isinstance(tensor, torch.Tensor):  # encoded once per epoch, when it is first needed
+            if isinstance(tensor, torch.Tensor):  # encode once per epoch, on first use
                 self._at_start[name] = base64.b64encode(tensor.numpy().tobytes()).decode()
             state[name] = self._at_start[name]
         return state
 
     def _root(self) -> int:
-        """Return the seed that the next epoch's seed is derived from."""
+        """Return the seed from which the next epoch's seed is derived."""
         if self.base_seed is None:
             seed = getattr(self._sampler, "seed", None) if self.seeds_itself else None
             if isinstance(seed, int):
@@ -134,7 +135,9 @@ class SeedStream:
         return self.base_seed
 
     def worker_seed(self, rank: int) -> int | None:
-        """Return the seed of this rank's workers in this epoch; None: torch seeds them from `begin`'s generator."""
+        """Return the seed of this rank's workers for this epoch, or None if torch seeds them from the `begin`
+        generator.
+        """
         if not self.chained or self.base_seed is None:
             return None
         return stream_key(self.base_seed, rank) >> 1 if rank else self.base_seed
@@ -143,8 +146,8 @@ class SeedStream:
         """Check that `load` can restore `state`.
 
         Raises:
-            LoaderStateError: a generator's state is invalid, the seed of a chain is missing, or the sampler has a
-                generator only here or only where the state was saved.
+            LoaderStateError: a generator's state is invalid, the seed of a chain is missing, or exactly one of the
+                current and the saved sampler has a generator.
         """
         if state["chained"] and state["base_seed"] is None:
             raise LoaderStateError(
@@ -180,7 +183,7 @@ class SeedStream:
 
 
 def generator_of(sampler: Any) -> torch.Generator | None:
-    """Return the generator of a sampler, or of the sampler within a batch sampler."""
+    """Return the generator of a sampler, or of the sampler inside a batch sampler."""
     found = getattr(sampler, "generator", None) or getattr(getattr(sampler, "sampler", None), "generator", None)
     return found if isinstance(found, torch.Generator) else None
 

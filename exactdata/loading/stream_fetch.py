@@ -1,8 +1,8 @@
-"""Fetch batches of an iterable dataset, with a state after each of them.
+"""Fetch batches of an iterable dataset, with a state after each batch.
 
-A *leg* is the part of one shard that a process reads in one epoch. Usually a process has one leg, of its shard. After a
-resume with another number of shards there may be more: old shards that were not begun wait, and are read one after
-another under their old shard numbers.
+A *leg* is the part of one shard that a process reads in one epoch. Usually a process has one leg, from its own shard.
+After a resume with a different number of shards it may have more, because old shards that were not begun are queued and
+read one after the other, under their old shard numbers.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from exactdata.loading import protocols
 from exactdata.loading.fetch import annotate, collate, is_iterator, is_stateful, items, load_end, load_state, stopped
 from exactdata.loading.protocols import LoaderStateError, State
 
-_CALLABLE_ITERATOR = type(iter(int, 1))  # its function may raise StopIteration to end it
+_CALLABLE_ITERATOR = type(iter(int, 1))  # the function may raise StopIteration to end the iterator
 
 
 class StreamFetcher:
-    """Fetch batches of an iterable-style dataset, and keep the state after each of them.
+    """Fetch batches of an iterable-style dataset, and keep the state after each batch.
 
     A state is a dict of
 
-    - `dataset` and `iterator`: the state of each, or None;
-    - `samples`: how many samples to skip after restoring them;
-    - `begun`, `ended`: whether a sample of this leg was yielded in this epoch, and whether the leg has ended; with
-      `boundary`: whether the dataset had ended before, in another epoch;
-    - `boundary`: whether the inner states were taken between two epochs;
-    - `owner`: (number, shards) of the process; `shard`: the (number, shards) under which this leg is read;
-    - `waiting`: further legs of this epoch.
+    - `dataset` and `iterator`: the state of each, or None.
+    - `samples`: how many samples to skip after restoring these two states.
+    - `begun`, `ended`: whether a sample of this leg was yielded in this epoch, and whether the leg has ended. With
+      `boundary`, `ended` is whether the dataset has ended in an earlier epoch.
+    - `boundary`: whether the inner states were saved between two epochs.
+    - `owner`, `shard`: (number, shards) of the process, and (number, shards) under which this leg is read.
+    - `waiting`: the remaining legs of this epoch.
 
-    The inner states need not record any of this, so the loader does.
+    The loader records all this, because the inner states may not.
     """
 
     def __init__(
@@ -44,17 +44,17 @@ class StreamFetcher:
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.iterator: Any = None
-        self.samples = 0  # yielded of this leg: the state of a dataset without a state
+        self.samples = 0  # number of samples of this leg yielded: the state of a stateless dataset
         self.ended = False
-        self.legs = 0  # number of legs opened in this process; a state's `samples` belong to one leg
-        self.exhausted = False  # whether the dataset has ended at least once, here or before the state loaded
-        self._base: State | None = None  # the state until the first batch is fetched
-        self._failed: State | None = None  # after an error, the state after the batch before it
+        self.legs = 0  # number of legs opened in this process; `samples` in a state refers to one leg
+        self.exhausted = False  # whether the dataset has ended at least once, here or before the loaded state
+        self._base: State | None = None  # state to return until the first batch is fetched
+        self._failed: State | None = None  # after an error, the state after the previous batch
         self._waiting: list[State] = []
         self._owner = self._shard = (0, 1)
         self._epoch = 0
         self._acting = protocols.Acting(self._owner, self._epoch)
-        self._opened: State = {}  # the state when this leg was opened, `_opened_at` samples after its beginning
+        self._opened: State = {}  # state when this leg was opened, `_opened_at` samples after its start
         self._opened_at = 0
         self._was_begun = False
 
@@ -62,7 +62,7 @@ class StreamFetcher:
         """Begin an epoch, or resume from a saved state.
 
         Args:
-            saved: the state of this shard; None: begin.
+            saved: the state of this shard. If None, begin from the start.
             epoch: the loader's epoch.
 
         Raises:
@@ -118,7 +118,7 @@ class StreamFetcher:
         if not self.is_stateful:
             self.samples = saved["samples"]
         if ended or (self.is_stateful and not skip):
-            # Kept until a sample is taken, because a generator has not started to run yet.
+            # Keep the saved state until a sample is taken, because a generator has not started to run yet.
             self._base = {**saved, "owner": list(self._owner), "shard": list(self._shard)}
 
     @property
@@ -131,7 +131,7 @@ class StreamFetcher:
         Raises:
             StopIteration: the dataset has ended.
             RuntimeError: the dataset raised StopIteration without having ended.
-            Exception: any error of the dataset, with the index of the sample and the process added to the message.
+            Exception: any error from the dataset. The index of the sample and the process are added to the message.
         """
         before = self._opened, self.samples - self._opened_at, list(self._waiting)
         samples: list[Any] = []
@@ -156,7 +156,7 @@ class StreamFetcher:
         return batch, len(samples)
 
     def _fill(self, samples: list[Any]) -> bool:
-        """Add samples of this leg to a batch, and return whether it is full. If it is not, the leg has ended."""
+        """Add samples of this leg to a batch, and return whether the batch is full. If not, the leg has ended."""
         was_begun = self._was_begun or self.samples > 0
         first, full = len(samples), True
         try:
@@ -181,7 +181,7 @@ class StreamFetcher:
         return full
 
     def state(self) -> State:
-        """Return the state after the last batch that `fetch` returned."""
+        """Return the state after the last batch returned by `fetch`."""
         if self._failed is not None:
             return self._failed
         if self._base is not None:
@@ -193,7 +193,7 @@ class StreamFetcher:
         return self._state(dataset=outer, iterator=inner, samples=0 if known else self.samples, ended=self.ended)
 
     def boundary_state(self) -> State:
-        """Return the state between the epoch that has ended and the next one."""
+        """Return the state between the epoch that has ended and the next epoch."""
         dataset = self.dataset.state_dict() if is_stateful(self.dataset) else None
         return {**self._state(dataset=dataset, ended=True, boundary=True), "begun": False}
 
@@ -212,12 +212,12 @@ class StreamFetcher:
 
 
 def between_epochs(owner: tuple[int, int], dataset: Any = None, iterator: Any = None) -> State:
-    """Return the state of a shard that has not been begun.
+    """Return the state of a shard that has not begun.
 
     Args:
-        owner: (number, shards).
+        owner: number of the shard, and number of shards.
         dataset: the dataset's state, if it has one.
-        iterator: the dataset's state, if it is its own iterator.
+        iterator: the dataset's state, if the dataset is its own iterator.
     """
     return {
         "dataset": dataset,
@@ -233,14 +233,14 @@ def between_epochs(owner: tuple[int, int], dataset: Any = None, iterator: Any = 
 
 
 def has_ended(state: State) -> bool:
-    """Check whether nothing is left of this epoch for the shard with this state."""
+    """Return whether the shard with this state has nothing left to read in this epoch."""
     return bool(state["ended"] and not state["boundary"] and not state["waiting"])
 
 
 def _is_of_a_callback(error: StopIteration, iterator: Any) -> bool:
-    """Check whether the error comes from a function that an iterator written in C calls, such as `map`.
+    """Return whether the error is from a function called by an iterator written in C, such as `map`.
 
-    A Python generator turns such an error into a RuntimeError. A `__next__` method may raise it on purpose.
+    A Python generator converts such an error to a RuntimeError. A `__next__` method may raise it on purpose.
     """
     raised_in = error.__traceback__ and error.__traceback__.tb_next
     if raised_in is None or isinstance(type(iterator).__next__, FunctionType):

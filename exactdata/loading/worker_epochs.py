@@ -1,4 +1,4 @@
-"""Iterate over epochs whose batches are fetched by worker processes."""
+"""Iterate over epochs whose batches are fetched in worker processes."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from exactdata.loading.workers import FetchTask, Reply, StartTask, Task, WorkerP
 
 @dataclass
 class WorkerSetup:
-    """How the worker processes begin an epoch.
+    """The parameters with which worker processes begin an epoch.
 
     Attributes:
         pool: the worker processes.
         count: number of workers.
-        seed: seed of the workers; None: torch has seeded them.
+        seed: seed of the workers. If None, torch has seeded them.
         saved: the state of the dataset in each worker, or None.
         epoch: the loader's epoch.
         first: number of the worker that fetches the first batch.
         in_order: as in torch's DataLoader.
-        persistent: whether the workers outlive the epoch.
-        wait: wait until all workers have started, and raise their error, before requesting the first batch.
+        persistent: whether the workers are kept for the next epoch.
+        wait: whether to wait until all workers have started, and raise their errors, before requesting the first batch.
     """
 
     pool: WorkerPool
@@ -52,7 +52,7 @@ class WorkerSetup:
 
 @dataclass(slots=True)
 class _PendingTask:
-    """A dispatched task, and its batch (`batch` is -1 for a task without one)."""
+    """A dispatched task and its batch number (-1 for a task without a batch)."""
 
     ticket: int
     worker: int
@@ -65,10 +65,10 @@ class _PendingTask:
 
 
 class _Dispatcher(Iterator[Task]):
-    """Iterate over the tasks of an epoch: a start for every worker, empty tasks up to the first worker, the batches.
+    """Iterate over the tasks of an epoch: a start task per worker, empty tasks up to the first worker, and the batches.
 
-    The dispatcher keeps the tasks without a reply. It has no reference to the iterator over the replies, so that
-    dropping that iterator ends the workers at once.
+    The dispatcher keeps tasks until they are answered. It holds no reference to the iterator over the replies, so that
+    freeing that iterator ends the workers immediately.
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
@@ -92,7 +92,7 @@ class _Dispatcher(Iterator[Task]):
         yield from self._empty_tasks(first)
 
     def _empty_tasks(self, worker: int) -> Iterator[Task]:
-        """Yield empty tasks until it is the turn of `worker`."""
+        """Yield empty tasks until `worker` is the next worker to get a task."""
         while self._tickets % self._count != worker:
             yield Task(self._add().ticket)
 
@@ -104,7 +104,7 @@ class _Dispatcher(Iterator[Task]):
 
 
 class _MapDispatcher(_Dispatcher):
-    """Dispatch the batches of a map-style dataset, and rewind to an earlier batch if asked, even after the last."""
+    """Dispatch the batches of a map-style dataset. Can rewind to an earlier batch, even after the last batch."""
 
     def __init__(self, setup: WorkerSetup, source: IndexSource, position: EpochPosition) -> None:
         super().__init__(setup)
@@ -127,11 +127,11 @@ class _MapDispatcher(_Dispatcher):
         return FetchTask(task.ticket, indices, keys)
 
     def rewind(self, reached: int, states: DatasetStates | None, next_worker: int) -> None:
-        """Discard the dispatched batches that begin at sample `reached` or later, and dispatch others in their place.
+        """Discard the dispatched batches that begin at sample `reached` or later, and dispatch new ones instead.
 
         Args:
             reached: the first sample to dispatch again.
-            states: the dataset's state in each worker after the last batch yielded, from which the workers begin again.
+            states: the dataset's state in each worker after the last batch yielded, from which the workers restart.
             next_worker: the worker that fetches the first new batch.
         """
         discarded = [task for task in self.pending.values() if task.batch >= 0 and task.first >= reached]
@@ -143,7 +143,7 @@ class _MapDispatcher(_Dispatcher):
 
 
 class _WorkerEpoch(Epoch):
-    """Receive replies, keep the workers' states and explain a lost worker: the base of both styles."""
+    """Receive replies, keep the workers' states, and explain a lost worker. Base class of both dataset styles."""
 
     def __init__(
         self, setup: WorkerSetup, dispatcher: _Dispatcher, dataset: Any, position: EpochPosition, *rest: Any
@@ -176,7 +176,7 @@ class _WorkerEpoch(Epoch):
             raise
 
     def _receive(self) -> tuple[Reply, _PendingTask]:
-        """Return the next reply to act on. With `in_order=False`, wait first until all workers have started."""
+        """Return the next reply to process. With `in_order=False`, first wait until all workers have started."""
         if not self._setup.in_order:
             self._await_starts()
         reply, task = self._early.popleft() if self._early else self._take()
@@ -193,7 +193,7 @@ class _WorkerEpoch(Epoch):
                 self._early.append((reply, task))
 
     def _keep_state(self, reply: Reply, task: _PendingTask) -> None:
-        """Keep the state of a reply that is acted on. States of waiting replies are ahead of the batches yielded."""
+        """Keep the state in a reply that is processed now. States in later replies are ahead of the yielded batches."""
         if reply.state is not None and not task.discarded:
             self._states[reply.worker] = {"pickled": reply.state}
 
@@ -201,17 +201,17 @@ class _WorkerEpoch(Epoch):
         """Take one reply from the pool.
 
         Raises:
-            StopIteration: there are no more.
-            Exception: the dataset's error, or torch's error for a dead or late worker with the task of that worker.
+            StopIteration: there are no more replies.
+            Exception: the dataset's error, or torch's error about a dead or late worker, with that worker's task.
         """
         try:
             reply = next(self._replies)
         except StopIteration as error:
-            if error.args:  # torch's message for a StopIteration that was raised in the worker
+            if error.args:  # torch's message about a StopIteration that the worker raised
                 raise stopped(f"{type(self._dataset).__name__} or its worker") from error
             raise
         except Exception as error:
-            if isinstance(error, UserError):  # torch has put the worker's traceback before its line
+            if isinstance(error, UserError):  # torch has prepended the worker's traceback to its message
                 error.args = (str(error).rpartition(f"{type(error).__name__}: ")[2].strip(),)
             if is_lost(error):
                 self._explain(error)
@@ -260,12 +260,12 @@ class _WorkerEpoch(Epoch):
 
 
 def is_lost(error: Exception) -> bool:
-    """Check whether an error is torch's error for a worker that died or timed out."""
+    """Return whether an error is torch's error about a worker that died or timed out."""
     return isinstance(error, RuntimeError) and str(error).startswith(("DataLoader worker (pid", "DataLoader timed out"))
 
 
 class WorkerMapEpoch(_WorkerEpoch):
-    """Iterate over an epoch of a map-style dataset, fetched by worker processes."""
+    """Iterate over an epoch of a map-style dataset that worker processes fetch."""
 
     def __init__(
         self, source: IndexSource, fetcher: MapFetcher, setup: WorkerSetup, position: EpochPosition, *rest: Any
@@ -278,7 +278,7 @@ class WorkerMapEpoch(_WorkerEpoch):
     def _follow_changes(self) -> None:
         if not self._source.rewind_if_changed():
             return
-        # Without an order among the workers, no worker can be rewound.
+        # A worker can be rewound only if the replies are in order.
         states = self.dataset_states() if self._setup.in_order else None
         self._dispatcher.rewind(self.position.reached, states, self._next_worker if self._setup.in_order else 0)
 
@@ -320,10 +320,10 @@ class WorkerMapEpoch(_WorkerEpoch):
 
 
 class WorkerStreamEpoch(_WorkerEpoch):
-    """Iterate over an epoch of an iterable-style dataset. Every worker process has its own iterator."""
+    """Iterate over an epoch of an iterable-style dataset. Every worker process has a separate iterator."""
 
     def __init__(self, fetcher: StreamFetcher, setup: WorkerSetup, position: EpochPosition, *rest: Any) -> None:
-        self._since_state = [0] * setup.count  # samples yielded since the worker's last state
+        self._since_state = [0] * setup.count  # samples yielded since each worker's last state
         self._ended = [False] * setup.count
         for worker, state in enumerate(setup.saved or ()):
             self._ended[worker] = "redistribute" not in state and has_ended(state)

@@ -1,8 +1,8 @@
-"""Run tasks in worker processes, and send tasks to them with a pool.
+"""Run tasks in a pool of worker processes.
 
-The pool is torch's own DataLoader over a dataset whose items are tasks: to start, or to fetch a batch. The worker's
-reply holds the collated batch, the worker's number and the state of the real dataset after the batch. The only property
-of torch's loader that this relies on is that it assigns tasks to workers in turn.
+The pool is torch's DataLoader over a dataset whose items are tasks, either to start or to fetch a batch. A worker's
+reply contains the collated batch, the worker's number, and the state of the real dataset after the batch. This relies
+on only one property of torch's loader, that it assigns tasks to workers in round-robin order.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ class Reply:
     """The result of a task.
 
     Attributes:
-        ticket: ticket of the task.
+        ticket: the ticket that identifies the task.
         worker: number of the worker.
         pid: process id of the worker.
-        payload: the batch, packed or not.
-        count: samples in the batch, 0 for a map-style dataset (the dispatcher knows it); -1: there is no batch.
-        state: the dataset's state after the batch, pickled; None if it was not taken.
+        payload: the batch, packed or unpacked.
+        count: number of samples in the batch, or -1 if there is no batch. For a map-style dataset, 0, because the
+            dispatcher knows the number.
+        state: the dataset's pickled state after the batch, or None if it was not saved.
         ended: whether the worker's iterable dataset has ended.
-        draws: the global generators that the dataset was found to draw from, and the consequence.
+        draws: the global generators that the dataset was found to use, and the consequence.
     """
 
     ticket: int
@@ -65,12 +66,12 @@ class Reply:
 
 @dataclass
 class Task:
-    """A task that does nothing, so that the next task goes to the next worker."""
+    """A task that does nothing. It is sent so that the next task goes to the next worker."""
 
     ticket: int
 
     def run(self, runner: TaskRunner) -> Reply:
-        """Run in the worker process."""
+        """Run the task in the worker process."""
         return runner.reply(self.ticket)
 
 
@@ -79,8 +80,8 @@ class StartTask(Task):
     """Begin an epoch: seed the generators and restore the dataset.
 
     Attributes:
-        seed: seed of the workers; None: torch has seeded this worker.
-        saved: the dataset's state, pickled; None: from the beginning.
+        seed: seed of the workers. If None, torch has seeded this worker.
+        saved: the dataset's pickled state. If None, start from the beginning.
         epoch: the loader's epoch.
     """
 
@@ -90,7 +91,7 @@ class StartTask(Task):
 
     def run(self, runner: TaskRunner) -> Reply:
         saved = None if self.saved is None else pickle.loads(self.saved)
-        # A state between two epochs precedes this epoch's seed; one from within an epoch follows it.
+        # A state between epochs was saved before this epoch's seed was set, a state within an epoch after it.
         boundary = saved is not None and saved.get("boundary", False)
         if boundary:
             runner.start(saved, self.epoch)
@@ -103,11 +104,11 @@ class StartTask(Task):
 
 @dataclass
 class FetchTask(Task):
-    """Fetch a batch: these indices of a map-style dataset, or the next batch of an iterable-style one.
+    """Fetch a batch, using indices into a map-style dataset, or the next batch of an iterable-style dataset.
 
     Attributes:
         indices: indices of the batch; None for an iterable-style dataset.
-        keys: the samples' keys for `sample_rng`, or the seed from which they are computed when they are needed.
+        keys: the samples' keys for `sample_rng`, or the seed from which they are computed on demand.
     """
 
     indices: Indices
@@ -124,16 +125,16 @@ class FetchTask(Task):
 
 
 def seed_worker(seed: int, worker: int) -> None:
-    """Seed this process's generators as torch seeds a worker, and numpy's from (seed, worker)."""
+    """Seed this process's generators as torch seeds a worker, and numpy's generator from (seed, worker)."""
     random.seed(seed + worker)
     torch.manual_seed(seed + worker)
     np.random.seed(np.random.SeedSequence([seed % 2**63, worker]).generate_state(4))
 
 
 def collate_in_own_memory(samples: Any) -> Any:
-    """Collate as torch's `default_collate`, but without allocating shared memory for each tensor.
+    """Collate like torch's `default_collate`, but without allocating shared memory for each tensor.
 
-    Allocating it takes longer than the rest, and `ipc` copies the batch out of it again.
+    Allocating shared memory would take most of the time, and `ipc` would copy the batch out of it.
     """
     data: Any = torch.utils.data
     outside, data.get_worker_info = data.get_worker_info, lambda: None
@@ -144,14 +145,15 @@ def collate_in_own_memory(samples: Any) -> Any:
 
 
 class TaskRunner(Dataset[Reply]):
-    """Run tasks in a worker: the dataset that torch's loader indexes, where `runner[task]` runs the task.
+    """Run tasks in a worker. This is the dataset that torch's loader indexes, and `runner[task]` runs the task.
 
     Args:
         fetcher: fetches batches of the real dataset.
-        snapshot_every: batches of a worker between two states of its iterable dataset; 0: only at the start. Another
-            state is taken with the first batch of a leg, because the samples to skip belong to one leg.
+        snapshot_every: number of batches after which a worker saves the state of an iterable dataset. If 0, only at the
+            start. The state is also saved with the first batch of a leg, because the samples to skip are counted per
+            leg.
         ranks: (rank, world size), for `exactdata.ranks` in the workers.
-        shutdown: set when the workers have to exit.
+        shutdown: set when the workers must exit.
     """
 
     def __init__(
@@ -163,8 +165,8 @@ class TaskRunner(Dataset[Reply]):
         self.shutdown = shutdown
         self.parent = os.getpid()
         self.worker = -1
-        self._batches = self._legs = 0  # since the last state; opened until then
-        self._watches = isinstance(fetcher, StreamFetcher) and fetcher.watched  # until the first batch
+        self._batches = self._legs = 0  # batches since the last state, and legs opened until that state
+        self._watches = isinstance(fetcher, StreamFetcher) and fetcher.watched  # until the first batch was fetched
         if fetcher.collate_fn is default_collate:
             fetcher.collate_fn = collate_in_own_memory
 
@@ -189,7 +191,7 @@ class TaskRunner(Dataset[Reply]):
     def continues(self, saved: dict[str, Any] | None) -> bool:
         """Return whether samples after a saved state of this shard were skipped. The next state is then due as before.
 
-        States are then taken after the same batches, whether the run was resumed or not.
+        States are then saved after the same batches in a resumed and in an uninterrupted run.
         """
         fetcher = self.fetcher
         if not isinstance(fetcher, StreamFetcher) or saved is None or not saved.get("samples"):
@@ -222,7 +224,7 @@ class TaskRunner(Dataset[Reply]):
         return fetcher.fetch(task.indices, task.sample_keys(fetcher.batched)), 0
 
     def state(self) -> bytes | None:
-        """Return the dataset's state, pickled at once because the dataset keeps changing it."""
+        """Return the dataset's state, pickled immediately because the dataset keeps modifying it."""
         fetcher = self.fetcher
         if isinstance(fetcher, StreamFetcher):
             return pickle.dumps(fetcher.state())
@@ -231,7 +233,7 @@ class TaskRunner(Dataset[Reply]):
         return pickle.dumps({"dataset": fetcher.dataset.state_dict(), "boundary": False})
 
     def state_if_due(self) -> bytes | None:
-        """Return the state after a batch, or None if none is due."""
+        """Return the state after a batch, or None if no state is due."""
         fetcher = self.fetcher
         if not isinstance(fetcher, StreamFetcher):
             return self.state()
@@ -259,7 +261,7 @@ class WorkerInit:
         assert info is not None
         runner: Any = info.dataset
         runner.worker = worker
-        object.__setattr__(info, "dataset", runner.fetcher.dataset)  # the user's code expects the real dataset
+        object.__setattr__(info, "dataset", runner.fetcher.dataset)  # user code expects the real dataset
         protocols.set_ranks(*runner.ranks)
         runner.shutdown.enter(worker)
         ignore_signals(runner.shutdown)
@@ -284,12 +286,12 @@ class TaskSampler:
 
 
 def identity(reply: Any) -> Any:
-    """Return the reply unchanged, as torch's collate function: the worker has collated already."""
+    """Return the reply unchanged. Used as torch's collate function, because the worker has already collated."""
     return reply
 
 
 class WorkerPool:
-    """The worker processes of one loader, for one epoch or, if they persist, for all.
+    """The worker processes of one loader, for one epoch or, if they persist, for all epochs.
 
     Args:
         fetcher: fetches batches of the dataset.
@@ -319,11 +321,11 @@ class WorkerPool:
             **options,
         )
         self.pids: dict[int, int] = {}
-        self.states: list[dict[str, Any]] | None = None  # of the dataset at the end of the last epoch, until the next
+        self.states: list[dict[str, Any]] | None = None  # states of the dataset at the end of the last epoch
         weakref.finalize(self, self.shutdown.set)
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Reply]:
-        """Iterate over the replies to `tasks`. Start the workers if they are not running."""
+        """Iterate over the replies to `tasks`. Starts the workers if they are not running."""
         assert self._loader is not None
         self._sampler.tasks = tasks
         return iter(self._loader)
@@ -333,6 +335,6 @@ class WorkerPool:
         return self._loader is None
 
     def close(self) -> None:
-        """Let the workers exit."""
+        """Ask the workers to exit."""
         self.shutdown.set()
         self._loader = None

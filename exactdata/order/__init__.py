@@ -1,1 +1,1 @@
-"""Define the data order as pure functions: which sample is at which position."""
+"""Define the data order, i.e. which sample is at which position, with pure functions."""

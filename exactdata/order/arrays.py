@@ -1,4 +1,4 @@
-"""Types of numpy arrays. Does not import torch."""
+"""Define type aliases for numpy arrays. Does not import torch."""
 
 from __future__ import annotations
 

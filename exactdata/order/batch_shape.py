@@ -1,11 +1,12 @@
 """Split a step over ranks and micro-batches, and find the positions of each step.
 
-A run that resumes with another number of ranks or another batch keeps its data order; only the positions at which later
-steps begin change. Each attempt with another shape adds one. Imports neither torch nor numpy.
+A run that resumes with a different number of ranks or a different batch size keeps its data order. Only the positions
+at which later steps begin change. Each attempt with a new batch shape adds that shape to the run's list. This module
+imports neither torch nor numpy.
 
-There are two ways to split a step. Ranks may alternate: rank r of N takes every N-th position. Or, in rank-invariant
-training, a step is a fixed number of micro-batches, each a fixed range of positions, and every rank takes a range of
-them.
+There are two ways to split a step. Usually ranks alternate, and rank r of N takes every N-th position. In
+rank-invariant training, a step has a fixed number of micro-batches, each with a fixed range of positions, and every
+rank takes consecutive micro-batches.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How the samples of a step are split, from `step` complete steps on.
+    """The way the samples of a step are split, once `step` steps are complete.
 
     Attributes:
         step: number of complete steps from which this shape applies.
         world_size: number of ranks.
         batch_size: samples per micro-batch of one rank.
-        grad_accum_steps: micro-batches per step of one rank; the most of any rank if they are dealt out.
-        micro_batches: micro-batches of a step over all ranks, if they are dealt out; 0: ranks alternate.
+        grad_accum_steps: micro-batches per step of one rank. In rank-invariant training, the maximum over all ranks.
+        micro_batches: in rank-invariant training, micro-batches per step over all ranks. If 0, ranks alternate.
     """
 
     step: int
@@ -49,20 +50,20 @@ class BatchShape:
         return self.world_size * self.batch_size * self.grad_accum_steps
 
     def ranks_of(self, offsets: I64) -> tuple[I64, I64]:
-        """Find the ranks and micro-batches that consume samples of a step.
+        """Find the rank and the micro-batch that consume each sample of a step.
 
         Args:
-            offsets: positions of the samples, counted from the first of the step; shape (count,).
+            offsets: positions of the samples relative to the start of the step, shape (count,).
 
         Returns:
-            The rank of each sample, and the number of its micro-batch: within the step if micro-batches are dealt out,
-            within the rank otherwise.
+            The rank of each sample, and the number of its micro-batch. In rank-invariant training, micro-batches are
+            numbered within the step, otherwise within the rank.
         """
         if not self.micro_batches:
             return offsets % self.world_size, offsets // (self.world_size * self.batch_size)
         each, more = divmod(self.micro_batches, self.world_size)
         numbers = offsets // self.batch_size
-        first = numbers // (each + 1)  # as if every rank had one more
+        first = numbers // (each + 1)  # as if every rank had one more micro-batch
         late = first >= more
         return first + late * (more + (numbers - more * (each + 1)) // max(each, 1) - first), numbers
 
@@ -79,14 +80,14 @@ class BatchShape:
 
 
 def share_of(micro_batches: int, world_size: int, rank: int) -> range:
-    """Return the consecutive micro-batches of a rank. All ranks get equally many, or the first ranks one more."""
+    """Return the consecutive micro-batches of a rank. All ranks get equally many, or the first ranks get one more."""
     each, more = divmod(micro_batches, world_size)
     first = rank * each + min(rank, more)
     return range(first, first + each + (rank < more))
 
 
 def append_shape(shapes: Sequence[BatchShape], shape: BatchShape) -> tuple[BatchShape, ...]:
-    """Return the shapes of a run after an attempt that begins at `shape.step`. Shapes of later steps are discarded."""
+    """Return a run's shapes after an attempt that begins at `shape.step`. Drops shapes that begin at later steps."""
     kept = tuple(old for old in shapes if old.step < shape.step)
     unchanged = kept and replace(kept[-1], step=shape.step) == shape
     return kept if unchanged else (*kept, shape)

@@ -1,4 +1,4 @@
-"""Cache a few values, and drop the oldest. Does not import torch."""
+"""Cache a limited number of values, and drop the oldest. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ V = TypeVar("V")
 
 
 def cached(cache: dict[K, V], key: K, most: int, make: Callable[[], V]) -> V:
-    """Return the value of a key; make it if it is missing, and drop the oldest values beyond `most`.
+    """Return the value of a key. If it is missing, create it, and drop the oldest values beyond `most`.
 
-    A thread that prefetches may look up samples at the same time. Both may then make the value, which must be the same.
+    A prefetching thread may look up samples at the same time. Both threads may then create the value, which must be the
+    same.
     """
     found = cache.get(key)
     if found is None:

@@ -1,8 +1,8 @@
-"""Parse and record samples to leave out: `code:1234` or `positions:5000-5999`.
+"""Parse and record samples to exclude, e.g. `code:1234` or `positions:5000-5999`.
 
-A range of *positions* means the samples at these positions in the current order. They are a range of consecutive keys
-of each source. The keys are recorded and left out wherever they would come: later samples of the source move up, and
-neither the interleaving nor the segments move. Does not import torch.
+A range of *positions* means the samples at these positions in the current order. In each source, these samples have
+consecutive keys, which are recorded and skipped. Later samples of the source move up to fill the gap. The interleaving
+of the sources and the segments do not change. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ KeyBounds = Mapping[str, tuple[int, int]]
 KeyRanges = Callable[[I64, I64], Sequence[KeyBounds]]
 
 POSITIONS = "positions"
-_MOST_LISTED = 10  # selections in a message
+_MOST_LISTED = 10  # maximum selections listed in a message
 
 
 class Selection(NamedTuple):
-    """The samples `first` to `last`, inclusive, of a source, or at positions if `source` is "positions"."""
+    """The samples `first` to `last`, both included, of a source, or at positions if `source` is "positions"."""
 
     source: str
     first: int
     last: int
 
     def __str__(self) -> str:
-        """Format as a user writes it: `code:1234`, `code:10-20` or `positions:5000-5999`."""
+        """Format the selection as a user writes it, e.g. `code:1234`, `code:10-20` or `positions:5000-5999`."""
         return f"{self.source}:{self.first}" + ("" if self.first == self.last else f"-{self.last}")
 
     @classmethod
     def parse(cls, text: str) -> Selection:
-        """Parse `code:1234`, `code:10-20`, `positions:5000-5999` or `5000-5999`; both ends are inclusive.
+        """Parse `code:1234`, `code:10-20`, `positions:5000-5999` or `5000-5999`. Both ends are included.
 
         Raises:
             SamplerError: the text has none of these forms.
@@ -62,10 +62,10 @@ class Selection(NamedTuple):
 
 @dataclass(frozen=True)
 class Selections:
-    """Sets of samples of sources, and of positions. Two are equal if and only if the samples are.
+    """A set of samples by source, and a set of positions. Two Selections are equal if and only if these sets are.
 
     Attributes:
-        parts: ranges by source, or "positions", sorted; none is empty.
+        parts: non-empty sorted ranges by source name or "positions".
     """
 
     parts: Mapping[str, Ranges]
@@ -75,7 +75,7 @@ class Selections:
         """Parse a user's list of selections.
 
         Raises:
-            SamplerError: it is not a list, or an item has none of the forms of `Selection.parse`.
+            SamplerError: the value is not a list, or `Selection.parse` rejects an item.
         """
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             raise SamplerError(
@@ -85,7 +85,7 @@ class Selections:
 
     @classmethod
     def of(cls, selections: Iterable[Selection]) -> Selections:
-        """Merge any selections."""
+        """Merge selections in any order. They may overlap."""
         by_source: dict[str, list[tuple[int, int]]] = {}
         for source, first, last in selections:
             by_source.setdefault(source, []).append((first, last))
@@ -106,27 +106,27 @@ class Selections:
         return Selections({name: part for name, part in rest.items() if len(part)})
 
     def to_json(self) -> list[str]:
-        """Return a list of texts that `parse` reads."""
+        """Return a list of strings that `parse` accepts."""
         return list(map(str, self))
 
 
 def listed(selections: Sequence[Selection]) -> str:
-    """List the first selections for a message, and how many more there are."""
+    """Format the first selections for a message, with the number of remaining selections."""
     texts = ", ".join(map(str, selections[:_MOST_LISTED])) or "nothing"
     return texts if len(selections) <= _MOST_LISTED else f"{texts} and {len(selections) - _MOST_LISTED} more"
 
 
 class Exclusion(NamedTuple):
-    """Samples that are left out from position `at` on, until position `until`.
+    """Samples that are excluded from position `at` until position `until`.
 
     Attributes:
         at: position at which the exclusion was made.
         what: the samples.
-        keys: for an exclusion by position, by source: the first excluded key, and one past the last. Only these
-            occurrences are left out; later epochs have the samples again.
-        until: position at which the exclusion was withdrawn; the samples return from there on.
-        planned: whether the sampler was constructed with the exclusion, and may withdraw it; False: a call during the
-            run made it.
+        keys: for an exclusion by position, the first excluded key and one past the last, by source name. Only these
+            occurrences are excluded, and the samples are drawn again in later epochs.
+        until: position at which the exclusion was withdrawn. From there on, the samples are drawn again.
+        planned: whether the exclusion was an argument of the sampler, which may withdraw it. If False, it was made by a
+            call during the run.
     """
 
     at: int
@@ -160,11 +160,11 @@ Exclusions = tuple[Exclusion, ...]
 
 
 def excluded_from(selections: Iterable[Selection], at: int, key_ranges: KeyRanges, planned: bool = True) -> Exclusions:
-    """Return the exclusions that a run records when these samples are excluded from position `at` on.
+    """Return the exclusions to record when these samples are excluded from position `at` on.
 
     Args:
-        selections: samples, or positions; positions before `at` have no effect.
-        at: the position.
+        selections: samples or positions to exclude. Positions before `at` have no effect.
+        at: position from which the exclusions apply.
         key_ranges: `ElasticSequence.key_ranges` of the order before this change.
         planned: see `Exclusion`.
 
@@ -185,18 +185,18 @@ def excluded_from(selections: Iterable[Selection], at: int, key_ranges: KeyRange
 
 
 def samples_in_force(exclusions: Exclusions) -> Selections:
-    """Return the excluded samples, not positions, that have not returned."""
+    """Return the samples that are currently excluded, other than by position."""
     return Selections.of(one.what for one in exclusions if one.until is None and one.what.source != POSITIONS)
 
 
 def withdrawn(
     exclusions: Exclusions, removed: Selections, position: int
 ) -> tuple[Exclusions, list[Selection], list[Selection]]:
-    """Withdraw from a position on the exclusions that the sampler no longer has.
+    """Withdraw `removed` samples from the exclusions, from a position on.
 
     Returns:
-        The exclusions, where those withdrawn even in part end at `position` (or are gone if they began there); then the
-        rest of these, to be excluded from there on: samples, and positions.
+        The exclusions, where an exclusion withdrawn even in part ends at `position` (or is dropped if it began there).
+        Then the selections of samples, and of positions, in such exclusions that must be excluded again from there on.
     """
     kept: list[Exclusion] = []
     samples: list[Selection] = []
@@ -217,14 +217,14 @@ def withdrawn(
 
 
 class LeftOut:
-    """Look up the samples and keys that exclusions leave out of each source, at any position.
+    """Look up the excluded samples and keys of each source at any position.
 
     Attributes:
-        changes: the affected sources by the position at which exclusions are made or withdrawn.
+        changes: by position, the sources whose exclusions begin or end there.
     """
 
     def __init__(self, exclusions: Exclusions) -> None:
-        # By source: (position from which on, position until which, first, last).
+        # By source: tuples (position where the exclusion begins, position where it ends, first, last).
         self._samples: dict[str, list[tuple[int, int, int, int]]] = defaultdict(list)
         self._keys: dict[str, list[tuple[int, int, int, int]]] = defaultdict(list)
         self.changes: dict[int, set[str]] = defaultdict(set)
@@ -240,7 +240,7 @@ class LeftOut:
                 self.changes[until].update(names)
 
     def at(self, source: str, position: int) -> tuple[Ranges, Ranges]:
-        """Return the samples and the keys of a source that are left out at a position."""
+        """Return the samples and the keys of a source that are excluded at a position."""
         samples, keys = (
             Ranges.of([(first, last) for at, end, first, last in each.get(source, ()) if at <= position < end])
             for each in (self._samples, self._keys)
@@ -252,7 +252,7 @@ def check_selections(selections: Selections, at: int, sizes: Mapping[str, int]) 
     """Check samples to exclude from position `at` on.
 
     Raises:
-        SamplerError: an unknown source, an index outside it, or positions that are all before `at`.
+        SamplerError: a source is unknown, an index is outside its source, or all positions are before `at`.
     """
     for source, part in selections.parts.items():
         if source == POSITIONS:

@@ -1,4 +1,4 @@
-"""Hash arrays to 64 bits, reproducibly, and make keys for independent random streams."""
+"""Hash arrays to 64 bits reproducibly, and derive keys for independent random streams."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def mix64(values: U64) -> U64:
 
 
 def stream_key(*parts: int | str) -> int:
-    """Return a 64-bit key for the random stream named by `parts`, for example (seed, "source", "code").
+    """Return a 64-bit key for the random stream that `parts` name, e.g. (seed, "source", "code").
 
-    Different tuples give independent streams: (42, 1) and (43, 0) have nothing in common.
+    Different tuples give independent streams, even similar tuples such as (42, 1) and (43, 0).
     """
     return int.from_bytes(_digest("\x1f".join(f"{type(part).__name__}:{part}" for part in parts)), "little")
 
 
 def keys_of(texts: Iterable[str]) -> U64:
-    """Return the `stream_key` of each text, in which the parts are already joined as `stream_key` joins them."""
+    """Return the `stream_key` of each string. The parts must already be joined the way `stream_key` joins them."""
     return np.frombuffer(b"".join(map(_digest, texts)), "<u8").astype(np.uint64)
 
 

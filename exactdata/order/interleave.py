@@ -1,23 +1,24 @@
-"""Mix several sources in one sequence: a pure function slot -> (source, number within the source).
+"""Mix several sources into one sequence, using a pure function slot -> (source, number within the source).
 
 The sources are the leaves of a balanced binary tree. Each inner node sends every sample that reaches it to its lighter
-or its heavier child. Let f <= 1/2 be the fraction of the lighter child, and let stratum j be the interval [j / f,
-(j + 1) / f) of slots. Each stratum has one point, placed uniformly by a hash of (node, j). The lighter child gets as
-many slots of the pair (2b, 2b + 1) as points lie in it: none, both, or one of the two, chosen by another bit of the
-hash. Therefore
+or its heavier child. Let f <= 1/2 be the fraction of the lighter child, and let stratum j be the interval [j / f, (j +
+1) / f) of slots. Each stratum has one point, placed uniformly using a hash of (node, j). The lighter child gets as many
+of the slots 2b and 2b + 1 as there are points in this pair. If there is one point, a separate bit of the hash chooses
+the slot. Therefore:
 
-- every slot goes to the lighter child with probability exactly f: no rank, batch or step sees other shares;
-- two slots are independent unless they share a pair or a stratum: there is no period;
-- of the first x slots the lighter child has f x, to within one if x is even, and to within 1 + f if it is odd. The
-  count is computable without looking at any other slot.
+- Every slot goes to the lighter child with probability exactly f, so the expected shares are the same in every rank,
+  batch and step.
+- Two slots are independent unless they share a pair or a stratum, so the sequence is not periodic.
+- The lighter child has f x of the first x slots, to within 1 if x is even and to within 1 + f if x is odd. This count
+  can be computed without looking at any other slot.
 
-These errors add up along the path to a leaf, each scaled by the fractions below it; `share_bound` returns the sum.
-Fractions are 62-bit fixed-point numbers and all arithmetic is exact.
+These errors add up along the path to a leaf, each scaled by the fractions below it, and `share_bound` returns the sum.
+Fractions are 62-bit fixed-point numbers, and all arithmetic is exact.
 
-Each source is numbered consecutively, so its share can change at any slot, drop to zero and return: the source
-continues at its next number.
+The samples of each source are numbered consecutively. Its share can therefore change at any slot, even to zero and
+back, and the source continues with its next number.
 
-Does not import torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from exactdata.order.arrays import I64, U64, Flags
 from exactdata.order.hashing import derive
 
 BITS = 62
-_CHUNK = 2048  # slots at a time, so that the working arrays stay in cache
+_CHUNK = 2048  # slots processed at a time, so that the working arrays stay in cache
 _HALF = np.uint64(31)
 _LOW = np.uint64((1 << 31) - 1)
 _FRACTION = np.uint64((1 << BITS) - 1)
@@ -44,7 +45,7 @@ _C1, _C2 = np.uint64(0x9FB21C651E98DF25), np.uint64(0xD6E8FEB86659FD93)
 
 @dataclass(frozen=True)
 class _Nodes:
-    """The splits at inner nodes. Fields are scalars for one node, or arrays over nodes or samples."""
+    """Parameters of the splits at inner nodes. Fields are scalars for one node, or arrays over nodes or samples."""
 
     step: np.uint64 | U64  # points per pair of slots, 2 f <= 1, times 2^62
     key: np.uint64 | U64
@@ -54,7 +55,7 @@ class _Nodes:
 
 
 def _strata(pair: U64, node: _Nodes) -> tuple[U64, U64]:
-    """Compute floor(2 f pair) and the 62-bit fractional part of 2 f pair, exact for pair < 2^62."""
+    """Compute floor(2 f pair) and the 62-bit fractional part of 2 f pair, exactly, for pair < 2^62."""
     f_high, f_low = node.step >> _HALF, node.step & _LOW
     x_low = pair & _LOW
     middle = x_low * f_low
@@ -75,9 +76,9 @@ def _strata(pair: U64, node: _Nodes) -> tuple[U64, U64]:
 
 
 def _split(x: U64, node: _Nodes) -> tuple[U64, Flags]:
-    """Count the slots before x that the lighter child has, and decide whether it has x."""
+    """Count the slots before x that go to the lighter child, and decide whether x does."""
     stratum, fraction = _strata(x >> _ONE, node)
-    drawn = np.empty((2, *stratum.shape), np.uint64)  # for the strata in which the pair begins and ends
+    drawn = np.empty((2, *stratum.shape), np.uint64)  # hashes of the strata in which the pair begins and ends
     drawn[0] = stratum
     end = fraction + node.step
     carry = end >> _SHIFT
@@ -90,11 +91,11 @@ def _split(x: U64, node: _Nodes) -> tuple[U64, Flags]:
     points = drawn & _FRACTION
     drawn >>= _LAST
     passed = points[0] < fraction
-    count = carry.view(np.int64)  # of points in the pair: 0, 1 or 2
+    count = carry.view(np.int64)  # number of points in the pair: 0, 1 or 2
     count += points[1] < end
     count -= passed
     odd = x & _ONE
-    bit = np.where(passed, drawn[1], drawn[0])  # of a single point: the slot that it takes
+    bit = np.where(passed, drawn[1], drawn[0])  # of a single point; chooses the slot
     lighter = count > (bit ^ odd).view(np.int64)
     count -= lighter
     count *= odd.view(np.int64)
@@ -104,13 +105,13 @@ def _split(x: U64, node: _Nodes) -> tuple[U64, Flags]:
 
 
 class Interleave:
-    """Mixtures of equally many sources, each at constant shares. A lookup in many mixtures costs as much as in one.
+    """Mixtures of equally many sources with constant shares. Looking up several mixtures costs as much as one.
 
-    A `mixture` argument is one number, or one for each slot or sample.
+    A `mixture` argument is the number of one mixture, or an array with a number for each slot or sample.
 
     Args:
-        quanta: share of each source in each mixture, as positive integers relative to their sum, which is below 2^62;
-            int64 of shape (mixtures, sources).
+        quanta: share of each source in each mixture, int64 of shape (mixtures, sources). Shares are positive integers,
+            relative to their sum in the mixture, which is below 2^62.
         keys: keys of the random streams that choose the slots of each mixture, uint64 of shape (mixtures,).
     """
 
@@ -118,16 +119,16 @@ class Interleave:
         self.keys, (count, self.size) = keys, quanta.shape
         self.depth = (self.size - 1).bit_length()
         self._width = width = 1 << self.depth
-        # Heap order: root 1, children 2k (lighter) and 2k + 1 (heavier). All leaves are at `depth`: a leaf that the
-        # balanced tree has one level higher is extended by a node of step 0, which passes everything to its heavier
-        # child.
+        # Heap order, with root 1 and children 2k (lighter) and 2k + 1 (heavier). All leaves are at level `depth`. A
+        # leaf one level higher in the balanced tree is extended by a node of step 0, which passes everything to its
+        # heavier child.
         first, middle, last, leaves = _halves(self.size)
         sums = np.zeros((count, self.size + 1), np.uint64)
         np.cumsum(quanta, axis=1, out=sums[:, 1:].view(np.int64))
         between = sums[:, middle]
         one, two = between - sums[:, first], sums[:, last] - between
         swapped = one > two
-        node = np.ones((count, 2 * width), np.int64)  # in heap order, of the nodes as the sources are listed
+        node = np.ones((count, 2 * width), np.int64)  # heap index of each node, with sources in their listed order
         for level in range(self.depth):
             parent, child = (node[:, 1 << at : 2 << at] for at in (level, level + 1))
             child[:, ::2] = 2 * parent + swapped[:, (1 << level) - 1 : (2 << level) - 1]
@@ -136,7 +137,7 @@ class Interleave:
         self._steps = np.zeros((count, 2 * width), np.uint64)
         step = np.maximum(_fraction(np.minimum(one, two), one + two), _ONE)
         self._steps[mixtures, node[:, 1:width]] = np.where(two, step, np.uint64(0))
-        self._leaf = node[:, width + leaves]  # of each source
+        self._leaf = node[:, width + leaves]  # heap index of each source's leaf
         self._source = np.zeros((count, 2 * width), np.int64)
         self._source[mixtures, self._leaf] = np.arange(self.size)
         self._node_keys = derive(keys[:, None], np.arange(2 * width))
@@ -150,18 +151,18 @@ class Interleave:
             step = int(self._steps[mixture, child // 2])
             if step:
                 fraction = step / (2 << BITS)
-                # Before an even slot the count is exact but for the fractional part of a multiple of 2 f, which is
+                # Before an even slot, the count is exact except for the fractional part of a multiple of 2 f, which is
                 # rounded.
                 error = 1 - math.gcd(step, 1 << BITS) / (1 << BITS) + fraction
                 bound = error + (1 - fraction if child % 2 else fraction) * bound
         return bound
 
     def locate(self, x: U64, mixture: int | I64 = 0) -> tuple[I64, U64]:
-        """Return the source of each slot, and the number of the sample within that source.
+        """Return the source of each slot, and the number of its sample within that source.
 
         Args:
             x: slots, uint64 of shape (count,), below 2^62.
-            mixture: mixture of all slots, or of each.
+            mixture: mixture of all slots, or of each slot.
 
         Returns:
             Sources (int64) and numbers (uint64), both of shape (count,).
@@ -184,8 +185,8 @@ class Interleave:
         """Count how many of the first slots belong to each source.
 
         Args:
-            x: numbers of slots, int64 of shape (count,).
-            mixture: mixture of all, or of each x.
+            x: how many slots to count, int64 of shape (count,).
+            mixture: mixture for all x, or for each x.
 
         Returns:
             int64 of shape (count, sources).
@@ -205,7 +206,7 @@ class Interleave:
         return counts
 
     def find(self, source: I64, number: U64, mixture: int | I64 = 0) -> U64:
-        """Find the slot of sample `number` of each source, the inverse of `locate`; 2^62 if no slot below has it."""
+        """Find the slot of sample `number` of each source, or 2^62 if no lower slot has it. The inverse of `locate`."""
         node, root = self._leaf[mixture, source], 2 * self._width * mixture
         x = number.copy()
         for _ in range(self.depth):
@@ -223,8 +224,8 @@ def _halves(size: int) -> tuple[I64, I64, I64, I64]:
     """Construct the balanced tree over `size` sources.
 
     Returns:
-        For each inner node, level by level: the first source below it, the first source below its second child, and one
-        past the last source. Then the leaf of each source.
+        Three arrays over the inner nodes, level by level: the first source below the node, the first source below its
+        second child, and one past the last source below it. Then the leaf of each source.
     """
     bounds, levels = np.array([0, size]), [np.zeros((3, 0), np.int64)]
     for _ in range((size - 1).bit_length()):
@@ -235,9 +236,9 @@ def _halves(size: int) -> tuple[I64, I64, I64, I64]:
 
 
 def _fraction(part: U64, whole: U64) -> U64:
-    """Compute floor(part / whole 2^63), exact for part < whole < 2^62."""
+    """Compute floor(part / whole 2^63), exactly, for part < whole < 2^62."""
     result, rest = np.zeros_like(part), part
-    spare = np.uint64(max(1, 63 - int(whole.max(initial=1)).bit_length()))  # bits that a step can add
+    spare = np.uint64(max(1, 63 - int(whole.max(initial=1)).bit_length()))  # bits computed per step
     left = np.uint64(BITS + 1)
     while left:
         bits = min(spare, left)
@@ -248,9 +249,9 @@ def _fraction(part: U64, whole: U64) -> U64:
 
 
 def _slot_in_parent(number: U64, node: _Nodes, lighter: Flags) -> U64:
-    """Find the smallest x for which more than `number` of the node's first x + 1 samples went to the child; or 2^62.
+    """Find the smallest x for which more than `number` of the node's first x + 1 samples go to the child, or 2^62.
 
-    Bisect around number / fraction.
+    Searches by bisection around number / fraction.
     """
     light = np.asarray(node.step).astype(np.float64) / 2.0 ** (BITS + 1)
     fraction = np.where(lighter, light, 1 - light)

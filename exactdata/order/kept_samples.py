@@ -1,10 +1,10 @@
-"""Find the samples of a source that are not excluded in each epoch, and count without the excluded ones.
+"""Find and count the samples of a source that are not excluded, in each epoch.
 
 An epoch is a permutation, so a range of samples is scattered over it. The offsets of the excluded samples, or of the
-kept samples if these are fewer, are sorted once an epoch.
+kept samples if they are fewer, are sorted once per epoch.
 
-A thread that prefetches may look up samples at the same time as the training. A cached epoch is therefore replaced
-atomically, by values computed from the same inputs. Does not import torch.
+A prefetching thread may look up samples at the same time as the training thread. A cached epoch is therefore replaced
+atomically, with values computed from the same inputs. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from exactdata.order.ranges import Ranges
 
 Permute = Callable[[int, I64, bool], I64]
 
-MOST = 1 << 24  # samples whose places are sorted
+MOST = 1 << 24  # maximum number of samples whose offsets are sorted
 _CACHED_EPOCHS = 2
 
 
 class KeptSamples:
-    """Map keys that count kept samples only to epochs and offsets, and back.
+    """Map keys to epochs and offsets, and back. These keys count only the kept samples.
 
     Args:
-        size: samples of the source.
-        excluded: samples that are left out, fewer than all; at most `MOST`, or all but at most `MOST`.
-        permute: (epoch, values, inverse) -> samples of offsets, or offsets of samples.
+        size: number of samples of the source.
+        excluded: the excluded samples. There must be at least one kept sample, and at most `MOST` excluded or at most
+            `MOST` kept samples.
+        permute: called with (epoch, values, inverse), returns the samples at offsets or, if `inverse`, the offsets of
+            samples.
     """
 
     def __init__(self, size: int, excluded: Ranges, permute: Permute) -> None:
@@ -42,7 +44,7 @@ class KeptSamples:
         self._epochs: dict[int, tuple[I64, I64]] = {}
 
     def locate(self, keys: I64) -> tuple[I64, I64]:
-        """Return epoch and offset of each sample, by its key among the kept samples."""
+        """Return the epoch and offset of each sample, given its key among the kept samples."""
         epochs, ranks = np.divmod(keys, np.int64(self.left))
         if self.left == self.size:
             return epochs, ranks
@@ -57,7 +59,7 @@ class KeptSamples:
         return epochs, offsets
 
     def before(self, epochs: I64, offsets: I64) -> tuple[I64, Flags]:
-        """Count the kept samples of each epoch before an offset, and check whether the sample there is excluded."""
+        """Count each epoch's kept samples before an offset, and check whether the sample at the offset is excluded."""
         if self.left == self.size:
             return offsets, np.zeros(len(offsets), bool)
         ranks, gone = np.empty_like(offsets), np.empty(len(offsets), bool)
@@ -71,7 +73,7 @@ class KeptSamples:
         return ranks, gone
 
     def _places(self, epoch: int) -> tuple[I64, I64]:
-        """Return the sorted offsets, and how many other samples are before each."""
+        """Return the sorted offsets, and how many samples of the complementary set precede each."""
         return cached(self._epochs, epoch, _CACHED_EPOCHS, partial(self._sort, epoch))
 
     def _sort(self, epoch: int) -> tuple[I64, I64]:

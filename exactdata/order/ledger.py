@@ -1,10 +1,10 @@
-"""Record the consumed samples: a digest that proves which they were, and counts per source.
+"""Record which samples were consumed, as a digest, and count them per source.
 
-The digest is the sum over all samples, modulo 2^64 in two lanes, of a hash of (position, source name, index within the
-source). A sum does not depend on ranks, batches or workers: two runs with the same digest at a step consumed the same
-samples at the same positions. It detects mistakes, not forgery.
+For each sample, (position, source name, index within the source) is hashed to two 64-bit lanes. The digest is the sum
+of the hashes over all samples, modulo 2^64. It does not depend on ranks, batches or workers. Two runs with the same
+digest at a step consumed the same samples at the same positions. The digest detects mistakes, not forgery.
 
-Does not import torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _STATE = Record(
     {"tokens": MapOf(whole()), "documents": MapOf(whole())},
 )
 _MESSAGE = "the saved data ledger is incomplete: {key} is {value}; expected {allowed}; use another checkpoint"
-_VERIFIED = 1 << 16  # a resume verifies at most this many samples
-_ANCHORS = 1 << 8  # in at most this many parts, each of whole steps
+_VERIFIED = 1 << 16  # maximum number of samples that a resume verifies
+_ANCHORS = 1 << 8  # maximum number of parts they are verified in, each of complete steps
 _SECOND = np.uint64(0xC2B2AE3D27D4EB4F)
 _ODD = np.uint64(0x9FB21C651E98DF25)
 
@@ -59,9 +59,9 @@ class DataLedger:
     Args:
         names: source names, in the order of the dataset.
         sizes: number of samples of each source.
-        measures: by source name, for sources whose samples hold different numbers of tokens: a function from indices
-            within the source, int64 of shape (count,), to the tokens and the documents of each, int64 of shape (count,
-            2).
+        measures: functions by source name, for sources whose samples have different numbers of tokens. A function takes
+            indices within the source, int64 of shape (count,), and returns the tokens and the documents of each sample,
+            int64 of shape (count, 2).
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class DataLedger:
         self._ends = np.cumsum(self.sizes)
         self._starts = self._ends - np.array(self.sizes)
         self._name_keys = np.array([_name_key(name) for name in names], np.uint64)
-        self._end = end = LANES + len(self.names)  # end of the part that every ledger has; tokens and documents follow
+        self._end = end = LANES + len(self.names)  # end of the part that every ledger has, before tokens and documents
         self._measures = {
             self.names.index(name): (measure, slice(end + 2 * place, end + 2 * place + 2))
             for place, (name, measure) in enumerate((measures or {}).items())
@@ -79,17 +79,17 @@ class DataLedger:
         self._local = np.zeros(self._end + 2 * len(self._measures), np.uint64)
         self._lanes = np.zeros(LANES, np.uint64)
         self._counts = dict.fromkeys(self.names, 0)
-        self._measured = {name: [0, 0] for name in measures or ()}  # tokens and documents
+        self._measured = {name: [0, 0] for name in measures or ()}  # tokens and documents by source name
         self._total = 0
-        # Digests of the last steps: first position, samples, and the two lanes of each.
+        # Digests of the last steps. Each entry has the first position, the number of samples, and the two lanes.
         self._anchors: deque[list[int]] = deque()
 
     def consume(self, indices: NDArray[np.integer], positions: NDArray[np.integer]) -> None:
-        """Add samples of this rank.
+        """Add samples that this rank consumes.
 
         Args:
             indices: indices into the dataset, shape (count,).
-            positions: positions in the run, shape (count,).
+            positions: positions of the samples in the order, shape (count,).
         """
         indices = np.asarray(indices, np.int64)
         source = np.searchsorted(self._ends, indices, side="right")
@@ -106,7 +106,8 @@ class DataLedger:
     def local(self) -> U64:
         """Return the sums that this rank added since the last commit, shape (2 + sources + 2 x measured sources,).
 
-        Two digest lanes, the samples per source, then the tokens and documents of each source that has a measure.
+        It contains two digest lanes, the samples per source, and the tokens and documents of each source with a
+        measure.
         """
         return self._local.copy()
 
@@ -114,9 +115,9 @@ class DataLedger:
         """Add the sum of `local()` over all ranks.
 
         Args:
-            vector: the sum, of the same shape.
-            since: positions before this one cannot be recomputed after a resume (as in an earlier epoch); it only
-                grows.
+            vector: the sum, of the same shape as `local()`.
+            since: positions before this one (e.g. in an earlier epoch) cannot be recomputed after a resume. It never
+                decreases.
         """
         first = self._total
         self._lanes += vector[:LANES]
@@ -131,14 +132,14 @@ class DataLedger:
         self._anchor(first, self._total - first, vector[:LANES].tolist(), since)
 
     def sources_in(self, vector: NDArray[Any]) -> list[int]:
-        """Return the numbers of the sources that have samples in a sum of `local()`."""
+        """Return the numbers of the sources with samples in `vector`, a sum of `local()`."""
         return np.flatnonzero(vector[LANES : self._end]).tolist()
 
     def _anchor(self, first: int, count: int, lanes: list[int], since: int) -> None:
-        """Add the digest of a step, and drop digests that a resume does not compare.
+        """Add the digest of a step, and drop digests that a resume would not compare.
 
-        Dropped are digests that begin before `since`, or 65,536 samples ago. Steps of a few samples share a digest, so
-        that there are few digests. No digest extends over both sides of `since`.
+        Digests that begin before `since`, or more than 65,536 samples ago, are dropped. Small steps share a digest, to
+        keep the number of digests low. No digest covers positions on both sides of `since`.
         """
         last = self._anchors[-1] if self._anchors else [-1, 0]
         if last[0] >= since and last[1] < _VERIFIED // _ANCHORS:
@@ -151,13 +152,13 @@ class DataLedger:
             self._anchors.popleft()
 
     def count(self, source: int) -> int:
-        """Return the samples consumed from the source of this number."""
+        """Return the number of samples consumed from source number `source`."""
         return self._counts[self.names[source]]
 
     def measured(self, source: int) -> dict[str, int]:
-        """Return tokens and documents consumed from the source of this number; empty if the source is not measured.
+        """Return the tokens and documents consumed from source number `source`, or {} if it has no measure.
 
-        Samples before a checkpoint that did not count them are left out.
+        Does not include samples before a checkpoint that did not count tokens and documents.
         """
         if source not in self._measures:
             return {}
@@ -170,18 +171,19 @@ class DataLedger:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return the samples consumed from each source, including sources retired since."""
+        """Return the number of samples consumed from each source, including sources that were removed since."""
         return dict(self._counts)
 
     @property
     def digest(self) -> str:
-        """Return the digest, 32 hexadecimal digits."""
+        """Return the digest as 32 hexadecimal digits."""
         return "".join(f"{lane:016x}" for lane in self._lanes.tolist())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return digest, counts, sizes, digests of the last steps (up to 65,536 samples, 11 KB) and a seal, for JSON.
+        """Return the JSON-serializable state: digest, counts, sizes, digests of the last steps, and a seal.
 
-        Also `tokens` and `documents` by source, if a source measures its samples, or did before.
+        The digests of the last steps cover up to 65,536 samples and take up to 11 KB. The state also has `tokens` and
+        `documents` by source if any source has, or had, a measure.
         """
         state: dict[str, Any] = {
             "digest": self.digest,
@@ -198,7 +200,7 @@ class DataLedger:
         """Continue from a saved ledger.
 
         Raises:
-            SamplerStateError: the size of a source has changed, or the state is incomplete or was edited.
+            SamplerStateError: the size of a source has changed, or the state is truncated or edited.
         """
         check(state, _STATE, _MESSAGE, SamplerStateError)
         lanes = [int(state["digest"][i : i + 16], 16) for i in range(0, 16 * LANES, 16)]
@@ -231,14 +233,15 @@ class DataLedger:
         """Recompute the samples of the last steps, and compare them with the saved digests.
 
         Args:
-            locate: positions -> (source names, indices within the sources, ...), such as `ElasticSampler.locate`.
+            locate: maps positions to (source names, indices within the sources, ...), like `ElasticSampler.locate`.
             since: digests that begin before this position are not compared, because `locate` does not cover them.
 
         Returns:
-            The number of samples compared: up to 65,536, or one step.
+            The number of samples compared, which is at most 65,536 or one step.
 
         Raises:
-            SamplerStateError: the data order is not the one that was consumed; states the positions and both digests.
+            SamplerStateError: the data order differs from the consumed samples. The message states the positions and
+                both digests.
         """
         known = [row for row in self._anchors if row[0] >= since]
         for first, count, *saved in known:
@@ -256,10 +259,10 @@ class DataLedger:
 
 
 def _unpacked(text: str) -> deque[list[int]]:
-    """Unpack the anchors of a saved state.
+    """Unpack the step digests in a saved state.
 
     Raises:
-        SamplerStateError: they were not made by `pack_rows`, or the ranges of positions are not consecutive.
+        SamplerStateError: `pack_rows` did not write `text`, or the ranges of positions are not consecutive.
     """
     try:
         rows = unpack_rows(text, 2 + LANES, most=_ANCHORS + 1)
@@ -276,7 +279,7 @@ def _name_key(name: str) -> int:
 
 
 def _lanes(positions: NDArray[np.integer], name_keys: U64, indices: NDArray[np.integer]) -> U64:
-    """Compute the two lanes of the digest of these samples."""
+    """Compute the two lanes of the digest over these samples."""
     mixed = mix64(np.asarray(positions).astype(np.uint64) * np.uint64(GOLDEN) + name_keys)
     mixed ^= np.asarray(indices).astype(np.uint64) * _ODD
     mixed = mix64(mixed)

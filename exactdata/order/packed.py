@@ -1,4 +1,4 @@
-"""Pack rows of integers, and JSON, into one short text that JSON and a train state can hold. Does not import torch."""
+"""Pack rows of integers, or JSON, into a short string that fits in JSON or in a train state. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from exactdata.order.arrays import U64
 
-_MOST_JSON = 1 << 28  # bytes of JSON in a text: more is a forgery
+_MOST_JSON = 1 << 28  # bytes of unpacked JSON; a larger value must be a forgery
 
 
 def pack_rows(rows: Iterable[Iterable[int]]) -> str:
@@ -27,7 +27,7 @@ def unpack_rows(text: str, width: int, most: int) -> U64:
     """Unpack the result of `pack_rows` into a new array.
 
     Raises:
-        ValueError: it is not at most `most` rows of this width.
+        ValueError: `text` does not contain up to `most` rows of this width.
     """
     if not isinstance(text, str) or len(text) > 2 * most * width * 8 + 1024:
         raise ValueError(f"not a text of up to {most} rows")
@@ -41,7 +41,7 @@ def unpack_rows(text: str, width: int, most: int) -> U64:
 
 
 def pack_json(value: Any) -> str:
-    """Compress a value that JSON can hold: many segments repeat the names and weights of many sources."""
+    """Compress a JSON value. Worthwhile because segments repeat the names and weights of many sources."""
     return base64.b64encode(zlib.compress(json.dumps(value, separators=(",", ":")).encode())).decode()
 
 
@@ -49,7 +49,7 @@ def unpack_json(text: str) -> Any:
     """Unpack the result of `pack_json`.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: `pack_json` did not write `text`.
     """
     inflate = zlib.decompressobj()
     try:

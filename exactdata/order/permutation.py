@@ -1,12 +1,12 @@
-"""Permute [0, n) pseudo-randomly under a key, with random access: nothing is stored.
+"""Permute [0, n) pseudo-randomly under a key, with random access and without storing the permutation.
 
-The integers below n are written as pairs (left, right) on a grid a x b of n cells or slightly more. Each round adds a
-hash of one coordinate to the other, a Feistel network with modular addition (Black and Rogaway, "Ciphers with arbitrary
-finite domains", 2002). A result in a surplus cell is permuted again until it falls below n ("cycle walking"), which
-keeps the function a bijection. It is designed for statistical quality, not for secrecy.
+The integers below n are written as pairs (left, right) on an a x b grid with n cells or slightly more. Each round adds
+a hash of one coordinate to the other coordinate. This is a Feistel network with modular addition (Black and Rogaway,
+"Ciphers with arbitrary finite domains", 2002). A result in a surplus cell is permuted again until it is below n ("cycle
+walking"), so that the function remains a bijection. It is designed for statistical quality, not for secrecy.
 
-Everything is vectorized over indices, and optionally over sizes and keys: one call permutes a batch that comes from
-many sources. Does not import torch.
+All functions are vectorized over indices, and optionally over sizes and keys, so that one call can permute a batch from
+many sources. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from exactdata.order.arrays import U64
 from exactdata.order.hashing import stream_key
 
 MAX_SIZE = 1 << 62
-_CHUNK = 8192  # indices at a time, so that the working arrays stay in cache
-_CANDIDATES = 64  # grids considered in search of few surplus cells
+_CHUNK = 8192  # indices processed at a time, so that the working arrays stay in cache
+_CANDIDATES = 64  # number of grids to try in search of few surplus cells
 _S32 = np.uint64(32)
 _INNER = np.uint64(0xD6E8FEB86659FD93)
-# (minimum columns b, pairs of rounds). After r pairs of rounds the difference of two inputs survives with probability
-# b^-r, which must be small against 1/n: narrow grids need more rounds.
+# Entries are (minimum columns b, pairs of rounds). After r pairs of rounds, the difference of two inputs survives with
+# probability b^-r, which must be small compared with 1/n. Narrow grids therefore need more rounds.
 _PAIRS_BY_WIDTH = ((256, 3), (16, 4), (8, 5), (4, 7), (3, 9), (1, 12))
 _ROUND_CONSTANTS = tuple(np.uint64(stream_key("permutation", i) | 1) for i in range(24))
 
 
 def grid(n: int) -> tuple[int, int]:
-    """Choose rows and columns (a, b) of the grid for [0, n), 1 <= n <= 2^62: near square, with few surplus cells.
+    """Choose rows and columns (a, b) of a nearly square grid with few surplus cells for [0, n), 1 <= n <= 2^62.
 
-    A grid with two odd sides allows only even permutations, so an even side is preferred.
+    A grid with two odd sides allows only even permutations, so grids with an even side are preferred.
     """
     if n < 3:
         return n, 1
@@ -54,7 +54,7 @@ def round_pairs(b: int) -> int:
 
 @dataclass(frozen=True)
 class Domain:
-    """[0, n) and its grid a x b. Each field is a scalar, or an array with one entry per index."""
+    """The range [0, n) and its a x b grid. Each field is a scalar, or an array with one entry per index."""
 
     n: np.uint64 | U64
     a: np.uint64 | U64
@@ -81,7 +81,7 @@ def _add(values: U64, hashed: U64, modulus: np.uint64 | U64) -> None:
     hashed *= modulus
     hashed >>= _S32
     values += hashed
-    np.subtract(values, modulus, out=hashed)  # wraps to a huge number where values < modulus
+    np.subtract(values, modulus, out=hashed)  # wraps to a huge number if values < modulus
     np.minimum(values, hashed, out=values)
 
 
@@ -89,7 +89,7 @@ def _subtract(values: U64, hashed: U64, modulus: np.uint64 | U64) -> None:
     """Undo `_add`."""
     hashed *= modulus
     hashed >>= _S32
-    values -= hashed  # wraps to a huge number where values < hashed
+    values -= hashed  # wraps to a huge number if values < hashed
     np.add(values, modulus, out=hashed)
     np.minimum(values, hashed, out=values)
 
@@ -124,11 +124,11 @@ def permute(indices: U64, domain: Domain, key: np.uint64 | U64, pairs: int, *, i
     """Permute each index within its domain, under its key.
 
     Args:
-        indices: uint64 of shape (count,), each below the n of its domain.
-        domain: one for all indices (scalar fields), or one per index (fields of shape (count,)).
+        indices: uint64 of shape (count,), each below n of its domain.
+        domain: one domain for all indices (scalar fields), or one per index (fields of shape (count,)).
         key: 64-bit key, a scalar or of shape (count,).
-        pairs: `round_pairs` of the domain, the same for all indices of a call.
-        inverse: apply the inverse permutation.
+        pairs: `round_pairs` of the domain. It must be the same for all indices in a call.
+        inverse: whether to apply the inverse permutation.
 
     Returns:
         uint64 of shape (count,).

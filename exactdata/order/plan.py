@@ -1,6 +1,6 @@
-"""Plan a data order, and continue a run under a changed plan.
+"""Plan a data order, and continue a run with a changed plan.
 
-Does not import torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from exactdata.order.exclusions import (
 from exactdata.order.segments import Segment, segment_at, segments_from_json
 from exactdata.order.sequence import ElasticSequence
 
-_MOST_CHANGES = 10  # in a message
+_MOST_CHANGES = 10  # maximum changes listed in a message
 
 
 @dataclass(frozen=True)
 class OrderPlan:
-    """The segments that a sampler was constructed with, from position 0 on, and the samples to exclude."""
+    """The segments that a sampler was constructed with, starting at position 0, and the samples to exclude."""
 
     segments: tuple[Segment, ...]
     exclude: Selections
@@ -40,8 +40,8 @@ class OrderPlan:
     def changes_from(self, saved: OrderPlan, position: int) -> list[str]:
         """List the differences between this plan and a plan saved at `position`, one message each.
 
-        A segment that has not begun may have moved: a phase begins at a step, and another global batch changes the
-        position of that step.
+        A segment that has not begun may have a different start, because phases begin at steps, and a new global batch
+        size changes the positions of later steps.
         """
         changes: list[str] = []
         same = saved.segments == self.segments
@@ -65,21 +65,21 @@ class OrderPlan:
         sizes: Mapping[str, int],
         order: Callable[[Exclusions], ElasticSequence],
     ) -> tuple[tuple[Segment, ...], Exclusions]:
-        """Return the segments and exclusions of a run that was saved at `position` and continues under this plan.
+        """Return the segments and exclusions of a run that was saved at `position` and continues with this plan.
 
-        Everything before `position` stays. Later changes that were made in the run also stay, except where this plan
-        has a segment at the same start.
+        Nothing before `position` changes. Later changes that were made during the run are kept, unless this plan has a
+        segment with the same start.
 
         Args:
             saved: the plan of the saved run.
             segments: all segments of the saved run, including changes made while it ran.
             exclusions: all exclusions of the saved run, including those made while it ran.
-            position: samples consumed.
-            sizes: samples by source name.
-            order: returns the order of the saved run with other exclusions.
+            position: number of samples consumed.
+            sizes: number of samples by source name.
+            order: called with exclusions, returns the order of the saved run with these exclusions instead.
 
         Raises:
-            SamplerError: an invalid exclusion.
+            SamplerError: an exclusion is invalid.
         """
         if saved == self:
             return self.segments if segments in (saved.segments, self.segments) else segments, exclusions
@@ -97,10 +97,10 @@ class OrderPlan:
         return result, self._exclusions(saved, exclusions, position, sizes, order)
 
     def _adapted(self, made: Segment, sizes: Mapping[str, int]) -> Segment:
-        """Adapt a change of weights that was made in the run and has not begun to the sources and caps of this plan."""
+        """Adapt a weight change that was made during the run and has not begun to this plan's sources and caps."""
         now = segment_at(self.segments, made.start)
         weights = {name: made.weights.get(name, now.weights.get(name, 0.0)) for name in sizes}
-        if not any(weights.values()):  # all sources with a weight are gone
+        if not any(weights.values()):  # no source with a weight exists any more
             return replace(now, start=made.start)
         return replace(made, weights=weights, max_epochs=now.max_epochs)
 
@@ -112,22 +112,22 @@ class OrderPlan:
         sizes: Mapping[str, int],
         order: Callable[[Exclusions], ElasticSequence],
     ) -> Exclusions:
-        """Exclude from `position` on the samples that this plan adds, and withdraw those that it no longer has.
+        """Exclude the samples that this plan adds from `position` on, and withdraw exclusions that it no longer has.
 
-        Exclusions by a call in the run stay, even if the plan has had the same samples. The same positions mean other
-        samples now.
+        Exclusions made by a call during the run are kept, even if the saved plan had the same samples. Positions are
+        resolved again, because they may contain different samples now.
         """
         added = self.exclude.without(saved.exclude).without(samples_in_force(exclusions))
         check_selections(added, position, sizes)
         result, *rest = withdrawn(exclusions, saved.exclude.without(self.exclude), position)
-        for selections in rest:  # samples first, because they change which samples are at the positions
+        for selections in rest:  # samples before positions, because they change which samples are at the positions
             before = result
             result += excluded_from(selections, position, lambda *at: order(before).key_ranges(*at))  # noqa: B023
         return result + excluded_from(added, position, lambda *at: order(exclusions).key_ranges(*at))
 
 
 def _is_same(before: Segment | None, after: Segment | None, position: int) -> bool:
-    """Check whether two planned segments are equal, except for the start of a segment that has not begun."""
+    """Return whether two planned segments are equal. The starts of segments that have not begun may differ."""
     if before is None or after is None:
         return False
     ahead = before.start >= position and after.start >= position

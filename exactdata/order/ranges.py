@@ -16,11 +16,11 @@ _EMPTY = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Ranges:
-    """Ranges `first` to `last`, inclusive, sorted, disjoint and not touching. Equal if and only if the integers are.
+    """A set of integers, as sorted ranges `first` to `last` (both included) that neither overlap nor touch.
 
     Attributes:
-        first: int64 of shape (count,).
-        last: int64 of shape (count,).
+        first: first integer of each range, int64 of shape (count,).
+        last: last integer of each range, int64 of shape (count,).
     """
 
     first: I64 = field(default_factory=lambda: _EMPTY)
@@ -28,7 +28,7 @@ class Ranges:
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[int, int]]) -> Ranges:
-        """Merge any ranges, in any order, each as (first, last)."""
+        """Merge ranges (first, last) in any order. They may overlap."""
         first, last = np.fromiter(chain.from_iterable(pairs), np.int64, 2 * len(pairs)).reshape(-1, 2).T
         order = np.argsort(first, kind="stable")
         first, last = first[order], np.maximum.accumulate(last[order])
@@ -50,16 +50,16 @@ class Ranges:
 
     @property
     def total(self) -> int:
-        """Return the number of integers."""
+        """Return the number of integers in the set."""
         return int((self.last - self.first).sum()) + len(self)
 
     def values(self) -> I64:
-        """Return all integers, sorted, int64 of shape (total,)."""
+        """Return all integers in the set, sorted, int64 of shape (total,)."""
         counts = self.last - self.first + 1
         return np.repeat(self.first - (np.cumsum(counts) - counts), counts) + np.arange(self.total)
 
     def from_on(self, lowest: int) -> Ranges:
-        """Return the integers that are `lowest` or more."""
+        """Return the integers that are >= `lowest`."""
         begin = int(np.searchsorted(self.last, lowest))
         return Ranges(np.maximum(self.first[begin:], lowest), self.last[begin:])
 
@@ -68,7 +68,7 @@ class Ranges:
         gap_first = np.append(-LARGEST, other.last + 1)
         gap_last = np.append(other.first - 1, LARGEST)
         low, high = np.searchsorted(gap_last, self.first), np.searchsorted(gap_first, self.last, side="right")
-        counts = high - low  # of the gaps that each range reaches into
+        counts = high - low  # number of gaps that each range overlaps
         owner = np.repeat(np.arange(len(self)), counts)
         gap = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + low[owner]
         return Ranges(np.maximum(self.first[owner], gap_first[gap]), np.minimum(self.last[owner], gap_last[gap]))

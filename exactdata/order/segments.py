@@ -1,4 +1,4 @@
-"""Define segments: weights, temperature and caps from a position on."""
+"""Define segments, which set weights, temperature and epoch caps from a position on."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Segment:
 
     Attributes:
         start: position, counted over all ranks from the start of the run.
-        weights: by source name; a source without a weight is not drawn.
+        weights: weights by source name. A source without a weight is not drawn.
         temperature: shares are proportional to weight^(1/temperature).
-        max_epochs: caps by source name; a source is no longer drawn after this many epochs of it.
+        max_epochs: epoch caps by source name. A source at its cap is no longer drawn.
     """
 
     start: int
@@ -36,9 +36,9 @@ class Segment:
     max_epochs: Mapping[str, float] = field(default_factory=dict)
 
     def cap(self, name: str, size: int) -> int | None:
-        """Return the number of samples, counted through all epochs of the source, after which it is no longer drawn.
+        """Return the number of samples, counted over all epochs of a source, after which it is no longer drawn.
 
-        Exact for the decimal number that was written: 4.35 epochs of 100 samples are 435.
+        The result is exact for the cap as a decimal number. For example, 4.35 epochs of 100 samples are 435 samples.
 
         Returns:
             None if the source has no cap.
@@ -76,10 +76,10 @@ def _samples_of(epochs: float, size: int) -> int:
 def planned_segments(
     values: Iterable[Segment | Mapping[str, Any] | Sequence[Any]], base: Segment
 ) -> tuple[Segment, ...]:
-    """Return planned segments in any of their accepted forms, sorted. `base` is first unless one of them starts at 0.
+    """Convert planned segments from any accepted form, and sort them. `base` is first unless a segment starts at 0.
 
     Raises:
-        SamplerError: an invalid segment, or two with the same start.
+        SamplerError: a segment is invalid, or two segments have the same start.
     """
     if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
         raise SamplerError(f"segments {values!r}: it must be a list of segments")
@@ -93,10 +93,10 @@ def planned_segments(
 
 
 def segments_from_json(value: Any) -> tuple[Segment, ...]:
-    """Read a list of results of `Segment.to_json`.
+    """Parse a list of results of `Segment.to_json`.
 
     Raises:
-        ValueError: there are none, or they are not in the order of their starts.
+        ValueError: the list is empty, or not sorted by start.
     """
     found = tuple(Segment.from_json(one) for one in value)
     if not found or any(before.start >= after.start for before, after in pairwise(found)):
@@ -106,7 +106,7 @@ def segments_from_json(value: Any) -> tuple[Segment, ...]:
 
 
 def segment_at(segments: Sequence[Segment], position: int) -> Segment:
-    """Return the segment in force at a position, of segments in the order of their starts."""
+    """Return the segment in force at a position. The segments must be sorted by start."""
     return segments[bisect_right(segments, position, key=lambda one: one.start) - 1]
 
 
@@ -114,7 +114,7 @@ def check_sizes(sizes: Mapping[str, Any]) -> dict[str, int]:
     """Return the sizes of the sources as Python integers.
 
     Raises:
-        SamplerError: there is no source, or a size or the sum of all is not an integer from 0 to 2^62.
+        SamplerError: there is no source, or a size or the total is not an integer from 0 to 2^62.
     """
     if not sizes:
         raise SamplerError("no sources: sizes must map at least one source name to its number of samples")
@@ -132,10 +132,10 @@ def check_sizes(sizes: Mapping[str, Any]) -> dict[str, int]:
 
 
 def check_sources(segments: Iterable[Segment], sizes: Mapping[str, int]) -> None:
-    """Check that the sources of the segments exist.
+    """Check that all sources named in segments exist.
 
     Raises:
-        SamplerError: an unknown or empty source.
+        SamplerError: a source is unknown or empty.
     """
     filled = {name for name, size in sizes.items() if size}
     for segment in segments:
@@ -153,10 +153,10 @@ def check_sources(segments: Iterable[Segment], sizes: Mapping[str, int]) -> None
 
 
 def check_values(segments: Sequence[Segment]) -> None:
-    """Check the numbers of segments.
+    """Check the numeric values in segments.
 
     Raises:
-        SamplerError: an invalid start, weight, temperature or cap.
+        SamplerError: a start, weight, temperature or cap is invalid.
     """
     numbers = [number for one in segments for number in (*one.weights.values(), *one.max_epochs.values())]
     numbers += [one.temperature for one in segments]
@@ -165,7 +165,7 @@ def check_values(segments: Sequence[Segment]) -> None:
         and all(any(one.weights.values()) and one.temperature > 0 and 0 <= one.start <= MAX_SIZE for one in segments)
         and all(0 <= number <= _LARGEST_FLOAT for number in numbers)
     ):
-        return  # a fast check of all segments at once; the slow one below names the error
+        return  # this checks all segments at once; the slow check below finds the invalid value
     for segment in segments:
         check_weights(list(segment.weights.values()), segment.temperature, segment.weights)
         for name, cap in segment.max_epochs.items():
@@ -181,13 +181,13 @@ def as_segment(value: Segment | Mapping[str, Any] | Sequence[Any], base: Segment
     Args:
         value: a Segment, a mapping with `start` and any of `weights`, `temperature`, `max_epochs`, or a tuple
             (start, weights) or (start, weights, temperature).
-        base: the segment in force without the planned one.
+        base: the segment that provides omitted values.
 
     Raises:
-        SamplerError: none of these forms, an unknown key, or `start` is not an integer of 0 or more.
+        SamplerError: the value has none of these forms or has an unknown key, or `start` is not an integer >= 0.
     """
     expected = "expected start (a position from 0 to 2^62), weights (by source name), temperature, max_epochs"
-    if isinstance(value, (tuple, list)) and 0 < len(value) <= 3:  # a tuple of types is the fastest
+    if isinstance(value, (tuple, list)) and 0 < len(value) <= 3:  # isinstance is fastest with a tuple of types
         start, weights, temperature = (*value, None, None)[:3]
         caps: Any = None
         unknown = False

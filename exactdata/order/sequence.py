@@ -1,15 +1,15 @@
-"""Compute the elastic order: a pure function position -> (source, number, key) -> (source, sample), and its inverse.
+"""Compute the elastic order, a pure function position -> (source, number, key) -> (source, sample), and its inverse.
 
-A *position* is the global index of a consumed sample, counted over all ranks from 0. The *number* of a sample counts
-the earlier samples of its source. Its *key* is its place in the stream of the source. Number and key are equal as long
-as no sample is excluded. A *span* is a range of positions with constant shares, resolved from segments, exclusions and
-epoch caps. See docs/data-order.md.
+A *position* is the global index of a consumed sample, counted over all ranks from 0. The *number* of a sample is how
+many samples of its source were consumed before it. Its *key* is its index in the endless stream of the source. Number
+and key are equal unless samples are excluded. A *span* is a range of positions with constant shares, computed from
+segments, exclusions and epoch caps. See docs/data-order.md.
 
 The order depends on the seed, source names and sizes, segments and exclusions. It does not depend on ranks, batches,
-workers, or the order in which the sources are listed. `VERSION` names exactly this function: any change to it is a new
-version, and states of an old version continue under the old one.
+workers, or the order in which the sources are listed. `VERSION` identifies this function. Any change to the function
+requires a new version, and states saved under an old version continue under the old version.
 
-Does not import torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from exactdata.order.weights import SamplerError
 VERSION = 1
 
 
-_LAST_EXCLUDED = 1 << 61  # keys after excluded ones then stay far from overflow
+_LAST_EXCLUDED = 1 << 61  # excluded keys are below this, so that later keys stay far from overflow
 
 
 class ElasticSequence:
@@ -39,20 +39,20 @@ class ElasticSequence:
     Arrays of positions, ids, numbers, indices and epochs are int64 of shape (count,).
 
     Args:
-        sizes: samples by source name, as `check_sizes` returns them. Their order determines only the dataset indices
-            (the indices of the first source start at 0).
-        seed: determines the permutations and the interleaving.
-        segments: at least one, in the order of their starts; the first starts at 0.
-        exclusions: samples to leave out.
-        absent: names in `sizes` of retired sources, which have no dataset indices.
-        shuffle: False: yield each source in its stored order, epoch after epoch. The interleaving stays the same.
+        sizes: number of samples by source name, as `check_sizes` returns them. The order of the mapping determines only
+            the dataset indices (the indices of the first source start at 0).
+        seed: seed of the permutations and the interleaving.
+        segments: at least one segment, sorted by start. The first must start at 0.
+        exclusions: samples to exclude.
+        absent: names in `sizes` of sources that were removed during the run. They have no dataset indices.
+        shuffle: if False, yield each source in its stored order, epoch after epoch. Sources are interleaved as before.
 
     Attributes:
-        names: source names, sorted. A source id is an index into it.
+        names: source names, sorted. A source id is an index into this list.
         spans: the ranges of positions with constant shares.
 
     Raises:
-        SamplerError: a segment of an unknown source, or an order without samples.
+        SamplerError: a segment has an unknown source, or the order has no samples.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ElasticSequence:
 
     @property
     def total(self) -> int | None:
-        """Return the number of positions until every source has reached its cap; None if the order is endless."""
+        """Return the number of positions until every source has reached its cap, or None if the order is endless."""
         return None if self.spans.stop == END else self.spans.stop
 
     def share_bound(self, name: str) -> float:
@@ -107,7 +107,7 @@ class ElasticSequence:
         return self.spans.numbers(positions)
 
     def locate(self, positions: I64) -> tuple[I64, I64, I64]:
-        """Return source id, index within the source, and epoch of the source, of each position."""
+        """Return the source id, the index within the source, and the epoch of the source at each position."""
         ids, numbers = self.numbers(positions)
         epochs, offsets = self._epochs_and_offsets(ids, numbers)
         return ids, self._permute(ids, epochs, offsets, inverse=False), epochs
@@ -119,7 +119,7 @@ class ElasticSequence:
         return index + offsets
 
     def find(self, ids: I64, index: I64, epochs: I64) -> I64:
-        """Return the position at which each sample is consumed in that epoch of its source; -1 if it never is."""
+        """Return the position at which each sample is consumed in that epoch of its source, or -1 if it never is."""
         offsets = self._permute(ids, epochs, index, inverse=True)
         positions = np.empty_like(offsets)
         for source in np.unique(ids).tolist():
@@ -129,19 +129,19 @@ class ElasticSequence:
         return positions
 
     def numbers_at(self, position: int) -> I64:
-        """Return the samples consumed from each source, by id, in the first `position` positions."""
+        """Return the number of samples consumed from each source (by id) in the first `position` positions."""
         found: I64 = self.spans.numbers_at(np.array([position]))[0]
         return found
 
     def consumed_at(self, position: int) -> dict[str, int]:
-        """Return the samples consumed from each source, by name, in the first `position` positions."""
+        """Return the number of samples consumed from each source (by name) in the first `position` positions."""
         return dict(zip(self.names, self.numbers_at(position).tolist(), strict=True))
 
     def key_ranges(self, first: I64, last: I64) -> list[dict[str, tuple[int, int]]]:
-        """Return the keys at the positions of each range, `first` to `last`, inclusive.
+        """Return the keys at each range of positions, `first` to `last`, both included.
 
         Returns:
-            For each range, by name of the sources in it: the first key there, and one past the last.
+            For each range, a dict from the names of the sources in it to the first key and one past the last key.
 
         Raises:
             SamplerError: the positions are too large.
@@ -167,7 +167,7 @@ class ElasticSequence:
         return {name: share / total for name, share in zip(self.names, quanta, strict=True) if share}
 
     def epochs_at(self, position: int) -> dict[str, float]:
-        """Return the epochs of each source completed by `position`, as a fraction; excluded samples count too."""
+        """Return the epochs of each source completed by `position`, as a fraction that includes excluded samples."""
         numbers = self.numbers_at(position).tolist()
         return {stream.name: stream.progress(number) for stream, number in zip(self._streams, numbers, strict=True)}
 
@@ -176,7 +176,7 @@ class ElasticSequence:
         return self._id[name]
 
     def sample_keys(self, positions: I64) -> U64:
-        """Return a 64-bit identity (seed, source, key) for the sample at each position."""
+        """Return a 64-bit hash of (seed, source, key) for the sample at each position."""
         ids, numbers = self.numbers(positions)
         if self._has_exclusions:
             epochs, offsets = self._epochs_and_offsets(ids, numbers)
@@ -226,7 +226,7 @@ class ElasticSequence:
         return permute(offsets.view(np.uint64), domain, keys, pairs, inverse=inverse).view(np.int64)
 
     def _keys_of(self, epoch: int) -> U64:
-        """Return the permutation keys of all sources in this epoch. The latest epoch is cached."""
+        """Return the permutation keys of all sources for this epoch. The latest epoch is cached."""
         latest = self._epoch_keys
         if latest[0] != epoch:
             latest = self._epoch_keys = (epoch, derive(self._stream_keys, np.full(len(self.names), epoch)))
@@ -234,7 +234,7 @@ class ElasticSequence:
 
 
 def _offsets(names: Sequence[str], sizes: Mapping[str, int], absent: Sequence[str]) -> I64:
-    """Return the dataset index of sample 0 of each of `names`; far below 0 for sources without a dataset."""
+    """Return the dataset index of each source's sample 0, far below 0 for sources without a dataset."""
     offsets, total = dict.fromkeys(absent, -END), 0
     for name, size in sizes.items():
         if name not in offsets:

@@ -1,10 +1,10 @@
-"""Order one source endlessly: its epochs one after another, each in a different random order.
+"""Order the samples of one source as an endless stream of epochs, each in a different random order.
 
-The *key* of a sample is its place in the stream: key k is offset k % n of epoch k // n, and the permutation of that
-epoch maps the offset to a sample. The *number* of a sample is how many samples the source has given before it. Without
-exclusions they are equal. Excluded keys are skipped, and the others keep their order.
+The *key* of a sample is its index in the stream. Key k is offset k % n of epoch k // n, and the permutation of that
+epoch maps the offset to a sample. The *number* of a sample is how many samples of the source were drawn before it. Key
+and number are equal without exclusions. Excluded keys are skipped, and the remaining keys keep their order.
 
-Does not import torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _CACHED_ERAS = 4
 
 
 class _Gaps:
-    """Sorted disjoint ranges [start, stop) of the non-negative integers, which are left out."""
+    """Sorted disjoint ranges [start, stop) of non-negative integers to skip."""
 
     def __init__(self, starts: I64, stops: I64) -> None:
         some = stops > starts
         starts, stops = starts[some], stops[some]
-        self._skipped = np.append(0, np.cumsum(stops - starts))  # integers left out before each range, and in all
+        self._skipped = np.append(0, np.cumsum(stops - starts))  # integers skipped before each range, and in total
         self._starts, self._stops = starts, stops
-        self._kept = starts - self._skipped[:-1]  # integers kept before each range
+        self._kept = starts - self._skipped[:-1]  # number of integers kept before each range
 
     def nth(self, numbers: I64) -> I64:
-        """Return the `number`-th integer, from 0, that is not left out."""
+        """Return the n-th integer that is not skipped, for each n >= 0 in `numbers`."""
         if not len(self._kept):
             return numbers
         result: I64 = numbers + self._skipped[np.searchsorted(self._kept, numbers, side="right")]
         return result
 
     def before(self, values: I64) -> tuple[I64, Flags]:
-        """Count the integers before each value that are not left out, and check whether the value is left out."""
+        """Count the integers before each value that are not skipped, and check whether the value is skipped."""
         if not len(self._kept):
             return values, np.zeros(len(values), bool)
         gap = np.searchsorted(self._starts, values, side="right") - 1
@@ -53,13 +53,13 @@ class _Gaps:
 
 @dataclass(frozen=True)
 class _Era:
-    """A range of samples, from the sample `number` on until the next era, with the same exclusions in force.
+    """A range of samples with the same exclusions in force, from sample `number` to the start of the next era.
 
     Attributes:
         number: number of the first sample.
         key: the first key.
-        samples: the samples that are left out.
-        keys: further keys that are left out, from `key` on.
+        samples: the excluded samples.
+        keys: additional excluded keys, from `key` on.
     """
 
     number: int
@@ -69,12 +69,12 @@ class _Era:
 
 
 class _Kept:
-    """The samples that an era keeps.
+    """The samples of an era that are not excluded.
 
     Attributes:
         samples: the samples of the source that are not excluded.
-        first: the first key of the era, among the keys of `samples`.
-        gaps: further keys that are left out, counted from `first` among the keys of `samples`.
+        first: the first key of the era, counted among the keys of `samples`.
+        gaps: additional excluded keys, counted from `first` among the keys of `samples`.
     """
 
     def __init__(self, samples: KeptSamples, key: int, keys: Ranges) -> None:
@@ -89,11 +89,11 @@ class _Kept:
         return _times(epochs, self.samples.left) + self.samples.before(epochs, offsets)[0]
 
     def nth(self, numbers: I64) -> tuple[I64, I64]:
-        """Return epoch and offset of each sample, by its number in the era."""
+        """Return the epoch and offset of each sample, given its number in the era."""
         return self.samples.locate(self.gaps.nth(numbers) + self.first)
 
     def before(self, epochs: I64, offsets: I64) -> tuple[I64, Flags]:
-        """Count the samples of the era before each (epoch, offset), and check whether the sample there is left out."""
+        """Count the era's samples before each (epoch, offset), and check whether the sample there is excluded."""
         ranks, is_excluded = self.samples.before(epochs, offsets)
         kept, in_gap = self.gaps.before(_times(epochs, self.samples.left) + ranks - self.first)
         return kept, is_excluded | in_gap
@@ -103,10 +103,10 @@ class SourceStream:
     """Map the numbers of one source's samples to (epoch, offset in the permutation of that epoch), and back.
 
     Args:
-        seed: seed of the order; with the name it determines the permutations.
+        seed: seed of the order. Together with the name, it determines the permutations.
         name: name of the source.
         size: number of samples of the source.
-        shuffle: False: keep the stored order of the source in every epoch.
+        shuffle: if False, keep the stored order of the source in every epoch.
     """
 
     def __init__(self, seed: int, name: str, size: int, shuffle: bool = True) -> None:
@@ -116,20 +116,20 @@ class SourceStream:
         self.domain = Domain(np.uint64(max(1, size)), np.uint64(a), np.uint64(b))
         self.pairs = round_pairs(b)
         self._eras = [_Era(0, 0, Ranges(), Ranges())]
-        self._numbers = np.zeros(1, np.int64)  # of the eras
-        self._cache: dict[int, _Kept] = {}  # by era
-        self.has_exclusions = False  # while False, numbers and keys are equal
+        self._numbers = np.zeros(1, np.int64)  # first sample number of each era
+        self._cache: dict[int, _Kept] = {}  # by index of the era
+        self.has_exclusions = False  # while False, numbers equal keys
 
     def leave_out(self, number: int, samples: Ranges, keys: Ranges) -> None:
-        """Leave out exactly these samples and keys, from the sample `number` on. Earlier exclusions end there.
+        """Exclude exactly these samples and keys, from sample `number` on. Earlier exclusions end there.
 
         Args:
-            number: samples that the source has given.
-            samples: indices within the source.
-            keys: keys; those before the sample `number` have no effect.
+            number: number of samples drawn from the source so far.
+            samples: indices within the source to exclude.
+            keys: keys to exclude. Keys before sample `number` have no effect.
 
         Raises:
-            SamplerError: no sample would be left, or the keys reach beyond 2^62.
+            SamplerError: no sample would be left, or a key exceeds 2^62.
         """
         if not len(samples) and not len(keys) and not self.has_exclusions:
             return
@@ -171,7 +171,7 @@ class SourceStream:
         return permute(values.astype(np.uint64), self.domain, key, self.pairs, inverse=inverse).view(np.int64)
 
     def end_key(self, number: int) -> int:
-        """Return one past the last key of the first `number` samples."""
+        """Return one past the last key among the first `number` samples."""
         last = self._eras[-1]
         return last.key if number == last.number else int(self.end_keys(np.array([number]))[0])
 
@@ -190,7 +190,7 @@ class SourceStream:
         return epochs * self.size + offsets
 
     def progress(self, number: int) -> float:
-        """Return the epochs completed by the first `number` samples, as a fraction; excluded ones before them count."""
+        """Return the epochs completed by the first `number` samples, as a fraction that includes excluded samples."""
         if not number:
             return 0.0
         epoch, offset = divmod(self.end_key(number), self.size)
@@ -199,7 +199,7 @@ class SourceStream:
         return epoch + offset / self.size
 
     def epochs_and_offsets(self, numbers: I64) -> tuple[I64, I64]:
-        """Return epoch and offset of each sample, both of the shape of `numbers`, (count,)."""
+        """Return the epoch and offset of each sample, both of the shape of `numbers`, (count,)."""
         if not self.has_exclusions:
             return np.divmod(numbers, np.int64(max(1, self.size)))
         era_of = np.searchsorted(self._numbers, numbers, side="right") - 1
@@ -213,9 +213,9 @@ class SourceStream:
         return epochs, offsets
 
     def numbers_of(self, epochs: I64, offsets: I64) -> I64:
-        """Return the number of the sample at each (epoch, offset), shape (count,); -1 if it is left out.
+        """Return the number of the sample at each (epoch, offset), or -1 if it is excluded, shape (count,).
 
-        Above 2^62, a number is not exact.
+        Numbers above 2^62 are not exact.
         """
         numbers, is_left_out = self._before(epochs, offsets)
         return np.where(is_left_out, np.int64(-1), numbers)
@@ -229,7 +229,7 @@ class SourceStream:
         return int(numbers[0])
 
     def _before(self, epochs: I64, offsets: I64) -> tuple[I64, Flags]:
-        """Count the samples before each (epoch, offset), and check whether the sample there is left out."""
+        """Count the samples before each (epoch, offset), and check whether the sample there is excluded."""
         if not self.has_exclusions:
             return _times(epochs, self.size) + offsets, np.zeros(len(epochs), bool)
         numbers, is_left_out = np.empty_like(epochs), np.zeros(len(epochs), bool)
@@ -244,6 +244,6 @@ class SourceStream:
 
 
 def _times(epochs: I64, kept: int) -> I64:
-    """Multiply, and limit the product to 2^62."""
+    """Multiply by `kept`, and limit the products to 2^62."""
     most = MAX_SIZE // max(1, kept)
     return np.where(epochs > most, np.int64(MAX_SIZE), np.minimum(epochs, most) * kept)

@@ -1,6 +1,7 @@
-"""Resolve segments, exclusions and epoch caps into spans: ranges of positions with constant shares.
+"""Resolve segments, exclusions and epoch caps into spans, which are ranges of positions with constant shares.
 
-All spans are looked up together. A batch costs the same however many of them it touches. Does not import torch.
+Lookups are vectorized over spans, so the cost of a batch does not depend on how many spans it touches. This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ from exactdata.order.segments import Segment
 from exactdata.order.source_stream import SourceStream
 from exactdata.order.weights import SamplerError, shares
 
-END = 1 << 62  # all positions and numbers are below this
-_QUANTUM = 1 << 44  # shares are rounded to multiples of 2^-44, so that no platform's exp() changes the order
+END = 1 << 62  # upper bound of all positions and numbers
+_QUANTUM = 1 << 44  # multiples of 2^-44, so that no platform's exp() changes the order
 
 Chosen = I64 | slice
 
 
 class Spans:
-    """All spans of an order, looked up together.
+    """All spans of an order, with vectorized lookups.
 
     Args:
         seed: seed of the order.
         names: names of the sources of the order, sorted.
-        starts: positions at which a span may begin, sorted, int64 of shape (count,); the first is 0.
-        quanta: share of each source from each of the starts on, times 2^44; int64 of shape (count, sources). A span
-            continues while they stay the same. The order ends where all are 0.
+        starts: sorted positions at which a span may begin, int64 of shape (count,). The first is 0.
+        quanta: share of each source from each start on, times 2^44, int64 of shape (count, sources). If shares do not
+            change at a start, the span continues. If all shares are 0, the order ends.
 
     Attributes:
-        start: first position of each span, and the position after the last, int64 of shape (spans + 1,).
-        begin: number of samples that each source has given before each span, and before the position after the last
-            span, int64 of shape (spans + 1, sources).
-        stop: one past the last position; 2^62 in an endless order.
+        start: first position of each span, and the position after the last span, int64 of shape (spans + 1,).
+        begin: number of samples drawn from each source before each position in `start`, int64 of shape (spans + 1,
+            sources).
+        stop: one past the last position, or 2^62 in an endless order.
     """
 
     def __init__(self, seed: int, names: Sequence[str], starts: I64, quanta: I64) -> None:
@@ -49,8 +50,8 @@ class Spans:
         begun = begun[: ended[0]] if ended.size else begun
         self.start = start = np.append(starts[begun], self.stop)
         self._quanta = quanta = quanta[begun]
-        self._mixtures: list[tuple[I64, Interleave]] = []  # by the set of sources that they mix
-        self._set_of, self._place = np.zeros((2, len(quanta)), np.int64)  # its set, and the number of its mixture
+        self._mixtures: list[tuple[I64, Interleave]] = []  # one Interleave for each set of mixed sources
+        self._set_of, self._place = np.zeros((2, len(quanta)), np.int64)  # each span's set, and mixture within it
         present = quanta > 0
         sets = present[:1]
         if len(present) > 1 and (present != sets).any():
@@ -70,14 +71,14 @@ class Spans:
                 given[rows[ended, None] + 1, sources] = mixtures.counts(slots, ended)
         if self.stop == END:
             given[-1, present[-1]] = END
-        total = np.cumsum(given, axis=0).view(np.uint64)  # beyond 2^63, too
+        total = np.cumsum(given, axis=0).view(np.uint64)  # correct even beyond 2^63
         self.begin = np.minimum(total, np.uint64(END)).view(np.int64)
 
     def __len__(self) -> int:
         return len(self._quanta)
 
     def quanta_at(self, position: int) -> list[int]:
-        """Return the share of each source at a position, or in the last span, times 2^44."""
+        """Return the share of each source at a position, times 2^44. After the last span, return the last shares."""
         quanta: list[int] = self._quanta[np.searchsorted(self.start[1:-1], position, side="right")].tolist()
         return quanta
 
@@ -94,7 +95,7 @@ class Spans:
         return ids, numbers
 
     def numbers_at(self, positions: I64) -> I64:
-        """Count the samples that each source has given before each position, int64 of shape (count, sources)."""
+        """Count the samples drawn from each source before each position, int64 of shape (count, sources)."""
         rows = self._rows_of(positions)
         numbers = (
             np.repeat(self.begin[rows : rows + 1], len(positions), 0) if isinstance(rows, int) else self.begin[rows]
@@ -109,7 +110,7 @@ class Spans:
         return numbers
 
     def find(self, source: int, numbers: I64) -> I64:
-        """Return the position of each sample of a source, by its number; -1 if the order does not have it."""
+        """Return the position of each sample of a source, given its number, or -1 if the order does not contain it."""
         positions = np.full(len(numbers), -1, np.int64)
         rows = np.searchsorted(self.begin[1:-1, source], numbers, side="right")
         here = np.flatnonzero((numbers >= self.begin[rows, source]) & (numbers < self.begin[rows + 1, source]))
@@ -121,7 +122,7 @@ class Spans:
         return positions
 
     def share_bound(self, source: int) -> float:
-        """Return an upper bound on |samples of this source - share * slots| within any of the spans."""
+        """Return an upper bound on |samples of this source - share * slots| within any span."""
         return max(
             (
                 mixtures.share_bound(int(np.searchsorted(sources, source)), mixture)
@@ -133,14 +134,14 @@ class Spans:
         )
 
     def _rows_of(self, positions: I64) -> int | I64:
-        """Return the span of each position; one number if all positions are in the same span."""
+        """Return the span of each position, or a single number if all positions are in the same span."""
         if len(self) == 1 or not len(positions):
             return 0
         rows: I64 = np.searchsorted(self.start[1:-1], positions, side="right")
         return rows if (rows != rows[:1]).any() else int(rows[0])
 
     def _parts(self, rows: int | I64) -> Iterator[tuple[int | I64, Chosen, I64, Interleave, int | I64]]:
-        """Yield the spans that mix the same sources: their rows, the indices of these in `rows`, and their mixtures."""
+        """Yield groups of spans that mix the same sources: their rows, the indices in `rows`, and their mixtures."""
         if isinstance(rows, int):
             yield rows, slice(None), *self._mixtures[self._set_of[rows]], int(self._place[rows])
         elif len(self._mixtures) == 1:
@@ -153,16 +154,16 @@ class Spans:
 
 
 def resolved(seed: int, streams: Sequence[SourceStream], segments: Sequence[Segment], exclusions: Exclusions) -> Spans:
-    """Resolve the spans of an order. Exclusions are entered in the streams.
+    """Resolve the spans of an order, and add the exclusions to the streams.
 
-    Segments and exclusions are processed in the order of their positions. An exclusion acts on the streams only from
-    the position at which it was made: a source that then has nothing left below its cap must not change the samples
-    consumed before.
+    Segments and exclusions are processed in the order of their positions. An exclusion affects the streams only from
+    the position at which it was made. If it leaves a source without samples below its cap, the samples consumed before
+    must not change.
 
     Args:
         seed: seed of the order.
-        streams: one per source, sorted by name.
-        segments: at least one, in the order of their starts.
+        streams: one stream per source, sorted by source name.
+        segments: at least one segment, sorted by start.
         exclusions: exclusions of existing sources.
 
     Raises:
@@ -172,7 +173,7 @@ def resolved(seed: int, streams: Sequence[SourceStream], segments: Sequence[Segm
     left_out = LeftOut(exclusions)
     for name in sorted(set().union(*left_out.changes.values()) - known.keys()):
         raise SamplerError(f"exclude: unknown source {name!r}")
-    rows = _Rows(seed, streams, [one for one in segments if one.start < END])  # no position is END or more
+    rows = _Rows(seed, streams, [one for one in segments if one.start < END])  # positions are below END
     at = 0
     while True:
         numbers = rows.spans.numbers_at(np.array([at]))[0] if at else np.zeros(len(streams), np.int64)
@@ -186,35 +187,35 @@ def resolved(seed: int, streams: Sequence[SourceStream], segments: Sequence[Segm
 
 
 class _Rows:
-    """The shares at each position where a span may begin, and the spans that result.
+    """The shares at each position where a span may begin, and the resulting spans.
 
     Args:
         seed: seed of the order.
-        streams: one per source, sorted by name.
-        segments: segments in the order of their starts.
+        streams: one stream per source, sorted by source name.
+        segments: segments sorted by start.
     """
 
     def __init__(self, seed: int, streams: Sequence[SourceStream], segments: Sequence[Segment]) -> None:
         self._seed, self._streams, self._names = seed, streams, [stream.name for stream in streams]
         self._starts = np.array([one.start for one in segments], np.int64)
-        self._planned = _quanta(segments, self._names)  # without caps
-        self._drawn = self._planned.copy()  # with them, as far as they are known
+        self._planned = _quanta(segments, self._names)  # shares without caps
+        self._drawn = self._planned.copy()  # shares with caps, as far as they are known
         caps = [[one.cap(stream.name, stream.size) for stream in streams] for one in segments if one.max_epochs]
-        self._caps: NDArray[Any] | None = None  # the key of each source's cap in each row, or None
+        self._caps: NDArray[Any] | None = None  # the key at which each source reaches its cap, for each row, or None
         if caps:
             self._caps = np.full(self._planned.shape, None)
             self._caps[[bool(one.max_epochs) for one in segments]] = caps
         self.spans = Spans(seed, self._names, self._starts, self._drawn)
 
     def drop_capped(self, at: int, numbers: I64) -> list[int]:
-        """Draw from position `at` on only sources that are below their cap there.
+        """From position `at` on, draw only sources that are below their cap there.
 
         Args:
-            at: the position.
-            numbers: samples that each source has given until then.
+            at: position from which sources at their cap are dropped.
+            numbers: number of samples drawn from each source before `at`.
 
         Returns:
-            The next position at which a source reaches its cap; empty if none does.
+            A list with the next position at which a source reaches its cap, or an empty list if none does.
 
         Raises:
             SamplerError: no source can be drawn from position 0 on.
@@ -244,13 +245,13 @@ class _Rows:
             return []
         row = int(np.argmax(hit.any(axis=1)))
         sources = np.flatnonzero(hit[row])
-        if (counts[row, sources] >= limits[row, sources]).any():  # a segment with a lower cap begins here
+        if (counts[row, sources] >= limits[row, sources]).any():  # a segment with a lower cap begins at this row
             return [int(self._starts[first + row])]
         last = [self.spans.find(source, limits[row, [source]] - 1)[0] for source in sources.tolist()]
         return [int(min(last)) + 1]
 
     def _limits(self, first: int) -> I64:
-        """Return how many samples each source gives until its cap, END without a cap, in the rows from `first` on."""
+        """Return how many samples each source yields until its cap (END without a cap), in the rows from `first` on."""
         assert self._caps is not None
         limits = np.full((len(self._starts) - first, len(self._streams)), END, np.int64)
         for stream, caps, column in zip(self._streams, self._caps[first:].T, limits.T, strict=True):
@@ -260,12 +261,12 @@ class _Rows:
 
 
 def _quanta(segments: Sequence[Segment], names: Sequence[str]) -> I64:
-    """Return each source's share in each segment, times 2^44, 0 without a weight; int64, (segments, sources)."""
+    """Return each source's share in each segment, times 2^44 (0 without a weight), int64 (segments, sources)."""
     none = dict.fromkeys(names, 0.0)
     weights = np.array([[*{**none, **one.weights}.values()] for one in segments], np.float64)
     temperature = np.array([one.temperature for one in segments], np.float64)
     with np.errstate(over="ignore"):
-        total = np.add.accumulate(weights, axis=1)[:, -1]  # one after another, as `shares` adds them
+        total = np.add.accumulate(weights, axis=1)[:, -1]  # add in sequence, as `shares` does
     plain = (temperature == 1) & np.isfinite(total)
     values = np.zeros_like(weights)
     values[plain] = weights[plain] / total[plain, None]

@@ -1,9 +1,10 @@
-"""Check saved states against declarations, completely, before any part of them is restored.
+"""Check complete saved states against declarations before any part of them is restored.
 
-A declaration is a `Kind`, or a `Record`, `ListOf`, `MapOf` of declarations. A *seal* is a digest of a state, kept in
-the state. It detects values that were replaced by other values of the same kind. It detects mistakes, not forgery.
+A declaration is a `Kind`, or a `Record`, `ListOf` or `MapOf` of declarations. A *seal* is a digest of a state that is
+stored in the state. It detects values that were replaced with different values of the same kind. It detects mistakes,
+not forgery.
 
-Does not import torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from typing import Any, TypeAlias
 import orjson
 import xxhash
 
-LARGEST = 2**62  # of any count or position in a state
-_MOST_SHOWN = 80  # characters of a value in a message
+LARGEST = 2**62  # maximum of any count or position in a state
+_MOST_SHOWN = 80  # maximum characters of a value in a message
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A single value.
+    """Declares a single value.
 
     Attributes:
-        allowed: description of the allowed values, for messages.
+        allowed: description of the allowed values, used in messages.
         fits: returns whether a value is allowed.
     """
 
@@ -35,7 +36,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Record:
-    """A mapping with these keys; other keys are not checked.
+    """Declares a mapping with these keys. Additional keys are not checked.
 
     Attributes:
         required: declarations by key.
@@ -48,14 +49,14 @@ class Record:
 
 @dataclass(frozen=True)
 class ListOf:
-    """A list of any length."""
+    """Declares a list of any length."""
 
     item: Declaration
 
 
 @dataclass(frozen=True)
 class MapOf:
-    """A mapping from strings."""
+    """Declares a mapping with string keys."""
 
     value: Declaration
 
@@ -64,13 +65,13 @@ Declaration: TypeAlias = Kind | Record | ListOf | MapOf
 
 
 def whole(low: int = 0, high: int = LARGEST) -> Kind:
-    """Declare an integer from `low` to `high`, which is not a bool."""
+    """Declare an integer (not a bool) from `low` to `high`."""
     bounds = f"an integer of {low} or more" if high == LARGEST else f"an integer from {low} to {high}"
     return Kind(bounds, lambda value: type(value) is int and low <= value <= high)
 
 
 def one_of(*values: Any) -> Kind:
-    """Declare one of these values, of the same type."""
+    """Declare that a value equals one of these values and has the same type."""
     return Kind(
         " or ".join(map(repr, values)),
         lambda value: any(type(value) is type(each) and value == each for each in values),
@@ -78,7 +79,7 @@ def one_of(*values: Any) -> Kind:
 
 
 def maybe(kind: Kind) -> Kind:
-    """Declare None, or a value that `kind` allows."""
+    """Declare that a value is None, or allowed by `kind`."""
     return Kind(f"None or {kind.allowed}", lambda value: value is None or kind.fits(value))
 
 
@@ -98,15 +99,15 @@ any_integer = Kind("an integer", lambda value: type(value) is int)
 
 
 def problem_in(value: Any, declared: Declaration, key: str = "") -> tuple[str, str, str] | None:
-    """Find the first value that is not as declared.
+    """Find the first value that does not match its declaration.
 
     Args:
-        value: a state or a part of it.
+        value: a state or a part of a state.
         declared: its declaration.
-        key: path of `value` in the state, with dots between the levels.
+        key: dotted path of `value` in the state.
 
     Returns:
-        The key, the value as text, and the allowed values; None if there is no problem.
+        The key, the value as a string, and a description of the allowed values, or None if there is no problem.
     """
     if isinstance(declared, Kind):
         return None if declared.fits(value) else (key, shown(value), declared.allowed)
@@ -141,7 +142,7 @@ def _first(problems: Iterable[tuple[str, str, str] | None]) -> tuple[str, str, s
 
 
 def shown(value: Any) -> str:
-    """Return the value on one line, shortened."""
+    """Format a value on one line, shortened."""
     try:
         line = " ".join(repr(value).split())
     except RecursionError:
@@ -156,10 +157,10 @@ def check(value: Any, declared: Declaration, message: str, error: type[Exception
         value: the state.
         declared: its declaration.
         message: message of the error, with placeholders `{key}`, `{value}` and `{allowed}`.
-        error: type of the error.
+        error: type of the error to raise.
 
     Raises:
-        Exception: an `error`, naming the first value that is not as declared.
+        Exception: an `error` that names the first value that does not match its declaration.
     """
     problem = problem_in(value, declared)
     if problem is not None:
@@ -168,7 +169,7 @@ def check(value: Any, declared: Declaration, message: str, error: type[Exception
 
 
 def sealed(state: Mapping[str, Any], key: str = "digest") -> dict[str, Any]:
-    """Return `state` with its seal under `key`, in place of an earlier seal."""
+    """Return `state` with its seal under `key`, replacing an earlier seal."""
     return {**state, key: digest_of(state, key)}
 
 
@@ -182,10 +183,10 @@ def _is_foreign(name: Any) -> bool:
 
 
 def digest_of(state: Mapping[str, Any], key: str = "digest") -> str:
-    """Compute the digest of a state without its `key`: the same before and after a round trip through JSON.
+    """Compute the digest of a state, excluding its `key`. A round trip through JSON does not change the digest.
 
-    A value that has a "seal" is replaced by that seal, which has to be checked when the value is restored. Keys that
-    begin with an underscore are left out, because trainers add such keys.
+    A value that has a "seal" is replaced with that seal, which must be checked when the value is restored. Keys that
+    begin with an underscore are ignored, because trainers add such keys.
     """
     content = {
         name: value["seal"] if type(value) is dict and "seal" in value else value
@@ -196,9 +197,9 @@ def digest_of(state: Mapping[str, Any], key: str = "digest") -> str:
 
 
 def _text_of(content: Mapping[str, Any]) -> bytes:
-    """Return JSON with sorted keys, by orjson if possible, which is ten times as fast.
+    """Return JSON with sorted keys. Uses orjson if possible, which is ten times as fast as json.
 
-    orjson cannot write integers above 64 bits, and writes null for a float that is not a number.
+    orjson cannot write integers above 64 bits, and writes NaN as null.
     """
     try:
         line = orjson.dumps(content, default=_outline, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
@@ -222,17 +223,17 @@ def check_seal(state: Mapping[str, Any], what: str, error: type[Exception], key:
     Args:
         state: the state.
         what: name of the state in the message.
-        error: type of the error.
+        error: type of the error to raise.
         key: key of the seal.
 
     Raises:
-        Exception: an `error`; the state was changed since.
+        Exception: an `error` if the state has changed since it was sealed.
     """
     check_same_seal(state.get(key), digest_of(state, key), what, error, key)
 
 
 def check_same_seal(recorded: Any, found: str, what: str, error: type[Exception], key: str = "seal") -> None:
-    """Check the seal that a state records against the seal of its content; see `check_seal`."""
+    """Check that the seal recorded for a nested state equals the seal that was found in it; see `check_seal`."""
     if recorded != found:
         raise error(
             f"{what} records {key} {shown(recorded)}, but its content has {key} {found!r}: it was truncated or "
@@ -241,7 +242,7 @@ def check_same_seal(recorded: Any, found: str, what: str, error: type[Exception]
 
 
 def _with_string_keys(value: Any) -> Any:
-    """Replace the keys of mappings by strings, at every depth, so that they can be sorted."""
+    """Convert the keys of mappings to strings, at every depth, so that they can be sorted."""
     if isinstance(value, Mapping):
         return {
             name if isinstance(name, str) else json.dumps(name, default=repr): _with_string_keys(v)
@@ -251,7 +252,7 @@ def _with_string_keys(value: Any) -> Any:
 
 
 def _outline(value: Any) -> Any:
-    """Describe a value that JSON cannot hold by its type, shape and dtype. Convert other types of containers."""
+    """Describe a value that JSON cannot represent by its type, shape and dtype. Convert other containers for JSON."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, list | tuple):

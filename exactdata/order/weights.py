@@ -1,4 +1,4 @@
-"""Check arguments that all samplers share: weights, temperature, replicas. Does not import torch."""
+"""Check the arguments common to all samplers: weights, temperature, replicas. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Weights = Mapping[str, float] | Sequence[float]
 
 
 class SamplerError(UserError, ValueError):
-    """Invalid arguments of a sampler. The message states the value, the allowed values and the remedy."""
+    """An argument of a sampler is invalid. The message states the value, the allowed values and the remedy."""
 
 
 class SamplerStateError(UserError, ValueError):
-    """A saved state that does not fit this sampler. The message states the saved value and the sampler's value."""
+    """A saved state does not match this sampler. The message states the saved value and the sampler's value."""
 
 
 def integer(what: str, value: Any, lowest: int | None = None) -> int:
-    """Return `value` as a Python integer; numpy and torch integers are accepted, floats are not.
+    """Return `value` as a Python integer. Accepts numpy and torch integers, but not floats.
 
     Args:
-        what: name of the value, for the error.
+        what: name of the value in the error message.
         value: an integer.
-        lowest: the lowest allowed value, with 2^62, the largest count of samples, as the highest; None: any integer.
+        lowest: the minimum. The maximum is then 2^62, the largest count of samples. If None, any integer is allowed.
 
     Raises:
         SamplerError: `value` is not an integer, or is outside these bounds.
@@ -47,10 +47,10 @@ def integer(what: str, value: Any, lowest: int | None = None) -> int:
 
 
 def check_names(names: Iterable[Any], error: type[Exception] = SamplerError) -> None:
-    """Check names of sources. They are used in states, in the metrics and in exclusions.
+    """Check source names, which are used in states, in metrics and in exclusions.
 
     Raises:
-        Exception: an `error`, for a name that is not printable text, or "positions".
+        Exception: an `error` if a name is not a printable string, or is "positions".
     """
     for name in names:
         if not (isinstance(name, str) and name and name.isprintable()):
@@ -62,10 +62,10 @@ def check_names(names: Iterable[Any], error: type[Exception] = SamplerError) -> 
 
 
 def is_finite(value: Any) -> bool:
-    """Check whether a value is a real number, numpy's included, that a float can hold."""
+    """Return whether a value is a finite real number, of Python or numpy, that fits in a float."""
     try:
         return isinstance(value, Real) and value is not True and value is not False and math.isfinite(value)
-    except OverflowError:  # a large integer
+    except OverflowError:  # an integer too large for a float
         return False
 
 
@@ -73,12 +73,13 @@ def check_weights(weights: Sequence[float], temperature: float, names: Iterable[
     """Check the arguments of `shares`.
 
     Args:
-        weights: one per source.
+        weights: one weight per source.
         temperature: temperature of the mixture.
-        names: names of the sources in errors; None: their numbers.
+        names: names of the sources for error messages. If None, their indices are used.
 
     Raises:
-        SamplerError: the temperature is not finite and above 0, a weight is negative or not finite, or all are 0.
+        SamplerError: the temperature is not finite or not above 0, a weight is negative or not finite, or all weights
+            are 0.
     """
     if not (is_finite(temperature) and temperature > 0):
         raise SamplerError(f"temperature {temperature!r}: it must be a finite number above 0 (1 keeps the weights)")
@@ -93,7 +94,7 @@ def check_weight(label: object, weight: Any) -> None:
     """Check the weight of one source.
 
     Raises:
-        SamplerError: it is negative, or not a finite number.
+        SamplerError: the weight is negative or not finite.
     """
     if not (is_finite(weight) and weight >= 0):
         raise SamplerError(f"weight {weight!r} of source {label!r}: weights must be finite numbers of 0 or more")
@@ -105,12 +106,12 @@ def weights_by_name(
     """Return weights by source name, in the order of `sizes`.
 
     Args:
-        weights: by name, or one per source.
-        sizes: the sources.
-        base: weights of the sources that `weights` does not name; None: it must name all.
+        weights: weights by name, or one per source.
+        sizes: sizes of the sources by name.
+        base: weights for sources that `weights` does not name. If None, `weights` must name every source.
 
     Raises:
-        SamplerError: an unknown or missing source, the wrong number of weights, or a weight that is no finite number.
+        SamplerError: a source is unknown or missing, the number of weights is wrong, or a weight is not finite.
     """
     given: Any = weights
     if isinstance(given, str) or not hasattr(given, "__len__"):
@@ -134,13 +135,13 @@ def weights_by_name(
 
 
 def shares(weights: Sequence[float], temperature: float = 1.0) -> list[float]:
-    """Compute shares proportional to w^(1/T): temperature sampling (Arivazhagan et al., 2019, arXiv:1907.05019).
+    """Compute shares proportional to w^(1/T), i.e. temperature sampling (Arivazhagan et al., 2019, arXiv:1907.05019).
 
-    A temperature above 1 evens the mixture out, one below 1 sharpens it. A weight of 0 has share 0 at any temperature.
-    Extreme weights and temperatures do not overflow.
+    A temperature above 1 flattens the mixture, and a temperature below 1 sharpens it. A source with weight 0 has share
+    0 at any temperature. Extreme weights and temperatures do not overflow.
 
     Args:
-        weights: finite, not negative, at least one positive.
+        weights: finite weights >= 0, at least one above 0.
         temperature: T, above 0.
 
     Returns:
@@ -151,11 +152,11 @@ def shares(weights: Sequence[float], temperature: float = 1.0) -> list[float]:
         total = math.fsum(weight / largest for weight in weights) if math.isinf(sum(weights)) else 0.0
         if total:
             return [weight / largest / total for weight in weights]
-        total = reduce(operator.add, weights)  # the same on every platform; newer versions of `sum` correct the result
+        total = reduce(operator.add, weights)  # same on every platform: newer versions of `sum` compensate errors
         return [weight / total for weight in weights]
     logs = [math.log(weight) / temperature if weight > 0 else -math.inf for weight in weights]
     highest = max(logs)
-    if math.isinf(highest):  # a temperature near 0
+    if math.isinf(highest):  # the temperature is near 0
         largest = max(weights)
         logs = [(math.log(weight) - math.log(largest)) / temperature if weight > 0 else -math.inf for weight in weights]
         highest = 0.0
@@ -165,12 +166,12 @@ def shares(weights: Sequence[float], temperature: float = 1.0) -> list[float]:
 
 
 def per_rank(size: int, num_replicas: int, drop_last: bool) -> int:
-    """Return the samples of a source that a rank gets in each epoch of a seeded sampler."""
+    """Return the number of samples of a source that a rank gets in each epoch of a seeded sampler."""
     return size // num_replicas if drop_last else -(-size // num_replicas)
 
 
 def apportion(probabilities: Sequence[float], budget: int) -> list[int]:
-    """Round p * budget for each p, and correct by one in descending order of p until the sum is `budget`."""
+    """Round p * budget for each p, and adjust by one in descending order of p until the sum is `budget`."""
     counts = [round(p * budget) for p in probabilities]
     difference = budget - sum(counts)
     by_share = sorted(range(len(counts)), key=lambda source: -probabilities[source])
@@ -180,7 +181,7 @@ def apportion(probabilities: Sequence[float], budget: int) -> list[int]:
 
 
 def replicas_and_rank(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Return the arguments, with None replaced by the values of torch.distributed, or 1 and 0 if it is not initialized.
+    """Return the arguments. Replace None with the value from torch.distributed, or with 1 and 0 if not initialized.
 
     Raises:
         SamplerError: `num_replicas` is below 1, or `rank` is outside [0, num_replicas).

@@ -1,1 +1,1 @@
-"""Answer questions about a data order: the samples of a step, the rest of a run, the effect of another batch shape."""
+"""Answer questions about a data order: samples of a step, the rest of a run, the effect of a new batch shape."""

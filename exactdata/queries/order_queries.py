@@ -1,7 +1,7 @@
-"""Look up a data order: the samples of a step, the times of a sample, totals per source, a comparison of two runs.
+"""Query a data order for the samples of a step, the times of a sample, totals per source, or differences of two runs.
 
-Each function takes an `OrderRecord` and returns plain values, ready for JSON. For the elastic sampler they are
-arithmetic. For the seeded samplers, the epochs in question are drawn, with torch. Neither data nor model is read.
+Each function takes an `OrderRecord` and returns JSON-serializable values. For the elastic sampler, they are computed
+directly. For the seeded samplers, the relevant epochs are drawn again using torch. Neither data nor model are read.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from exactdata.queries.order_record import OrderRecord, RecordError
 
 Row = dict[str, Any]
 
-_SCAN = 1 << 14  # positions compared at a time
-_SCAN_LIMIT = 1 << 22  # and in all
+_SCAN = 1 << 14  # number of positions compared at a time
+_SCAN_LIMIT = 1 << 22  # maximum number of positions compared
 
 
 def samples_of_step(record: OrderRecord, step: int) -> list[Row]:
-    """List every sample of a step: rank, micro_batch, position, source, index and epoch of the source.
+    """List the samples of a step, with rank, micro_batch, position, source, index and epoch of the source.
 
     Args:
-        record: record of the run.
-        step: counted from 1, as in the metrics.
+        record: the record of the run's data order.
+        step: number of the step, counted from 1 as in the metrics.
 
     Returns:
         One row per sample, sorted by rank and position.
@@ -61,12 +61,12 @@ def samples_of_step(record: OrderRecord, step: int) -> list[Row]:
 
 
 def times_of_sample(record: OrderRecord, source: str, index: int) -> list[Row]:
-    """List when a sample is consumed, up to the end of the run: epoch, position, step and rank of each time.
+    """List when a sample is consumed before the end of the run, as epoch, position, step and rank of each time.
 
     The position is None for the seeded samplers.
 
     Raises:
-        RecordError: the run has no such source, or the source no such index.
+        RecordError: the run has no such source, or the source has no such index.
     """
     if source not in record.sizes:
         raise RecordError(
@@ -97,12 +97,12 @@ def _when(record: OrderRecord, position: int) -> Row:
 
 
 def source_totals(record: OrderRecord) -> list[Row]:
-    """Total each source in each part of the run: share, samples, tokens, and epochs at the end of the part.
+    """Sum up each source in each part of the run: share, samples, tokens, and epochs at the end of the part.
 
     For the seeded samplers, the counts of an incomplete epoch are proportional to the shares.
 
     Returns:
-        One row per range of positions with constant shares, then one for the whole run.
+        One row per source and range of positions with constant shares, then one per source for the complete run.
     """
     if record.sampler.elastic:
         return _elastic_totals(record)
@@ -175,9 +175,10 @@ def first_difference(one: OrderRecord, other: OrderRecord) -> Row:
     """Find where two data orders first differ.
 
     Returns:
-        `reason`: the inputs of the orders that differ. `position`: the first position with different samples, or None.
-        With a position: its `steps` in both runs and, for the elastic sampler, both `samples`. Without: the number of
-        positions `compared`, and how many both runs have in `common`.
+        A dict with `reason` (the inputs in which the orders differ) and `position` (the first position with different
+        samples, or None). If there is such a position, the dict also has its `steps` in both runs and, for the elastic
+        sampler, both `samples`. Otherwise it has the number of positions `compared`, and the number that both runs have
+        in `common`.
     """
     if one.kind != other.kind:
         return {"position": 0, "reason": f"sampler {one.kind} and {other.kind}", "steps": [1, 1]}
@@ -219,7 +220,7 @@ def _differing_inputs(one: OrderRecord, other: OrderRecord) -> list[str]:
 
 
 def _first_other_input(one: OrderRecord, other: OrderRecord, end: int) -> int:
-    """Return the first position that two elastic orders derive from different inputs; `end` if all inputs agree."""
+    """Return the first position for which two elastic orders use different inputs, or `end` if all inputs agree."""
     sizes = [{**record.sizes, **record.retired} for record in (one, other)]
     if any(sizes[0][name] != sizes[1][name] for name in sizes[0].keys() & sizes[1].keys()):
         return 0
@@ -262,7 +263,7 @@ def _seeded_difference(one: OrderRecord, other: OrderRecord) -> Row:
 
 
 def _first_weight_difference(one: OrderRecord, other: OrderRecord) -> int | None:
-    """Return the first start of a segment from which the two records have other weights, temperatures or caps."""
+    """Return the first start of a segment at which the weights, temperatures or caps of two records differ."""
     for start in sorted({segment.start for record in (one, other) for segment in record.segments}):
         held = [segment_at(record.segments, start) for record in (one, other)]
         drawn = [{name: weight for name, weight in each.weights.items() if weight > 0} for each in held]

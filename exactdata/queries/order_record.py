@@ -1,6 +1,6 @@
-"""Record the inputs of a run's data order: a few numbers, which answer any question about it.
+"""Record the inputs of a run's data order. These few values suffice to answer any question about the order.
 
-As JSON:
+The record in JSON:
 
     {"version": 1, "kind": "elastic", "seed": 0, "sizes": {"code": 9000, "prose": 1200},
      "tokens_per_sample": {"code": 128, "prose": 128}, "steps": 1000, "shuffle": true, "drop_last": true,
@@ -11,7 +11,7 @@ As JSON:
      "retired": {}, "packed": {"prose": "/data/prepared/…/plans/…"}}
 
 `sizes` are in the order of the dataset. `segments` start at positions for the elastic sampler, and at steps for the two
-seeded ones. `packed` is there only if a source has packed documents. Does not import torch.
+seeded samplers. `packed` is present only if a source has packed documents. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from exactdata.samplers import SamplerKind
 VERSION = 1
 
 _AS_IN_JSON = ("kind", "seed", "sizes", "tokens_per_sample", "steps", "shuffle", "drop_last", "retired")
-_COUNTS = Record(  # with other values, the arithmetic of the orders would fail or never end
+_COUNTS = Record(  # with other values, computing an order would fail or never end
     {
         "steps": whole(),
         "sizes": MapOf(whole()),
@@ -53,7 +53,7 @@ _COUNTS = Record(  # with other values, the arithmetic of the orders would fail 
 
 
 class RecordError(UserError):
-    """There is no readable record of a data order, or a question does not fit it."""
+    """There is no readable record of a data order, or it cannot answer a question."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,18 @@ class OrderRecord:
     Attributes:
         kind: elastic, mixture, distributed or own.
         seed: seed of the sampler.
-        sizes: samples by source name, in the order of the dataset.
-        steps: length of the run.
-        batch_shapes: at least one; each applies from its step on.
-        segments: at least one; `start` is a position (elastic) or a step (seeded samplers).
-        tokens_per_sample: by source name, if the dataset provides it; the mean if samples differ.
-        packed: by source name, the directory of the plan by which its documents were packed into samples.
-        exclusions: samples left out; elastic only.
-        retired: sizes of sources that the run had before; elastic only.
+        sizes: number of samples by source name, in the order of the dataset.
+        steps: length of the run in steps.
+        batch_shapes: at least one batch shape. Each applies from its step on.
+        segments: at least one segment. Its `start` is a position (elastic) or a step (seeded samplers).
+        tokens_per_sample: tokens per sample by source name, if the dataset provides them. If samples differ, the mean.
+        packed: by source name, the directory of the pack plan of its documents.
+        exclusions: excluded samples, elastic only.
+        retired: sizes of sources that were removed during the run, elastic only.
         shuffle: whether the sampler shuffles.
-        drop_last: as the sampler's argument; seeded samplers only.
-        make: (num_replicas, rank) -> the sampler; of kind `own` only. It is not part of the file, so that reading a run
-            directory executes nothing named there.
+        drop_last: as for the sampler, seeded samplers only.
+        make: called with (num_replicas, rank), returns the sampler. Only for kind `own`. It is not stored in the file,
+            so that reading a run directory does not execute any code named there.
     """
 
     kind: str
@@ -100,8 +100,8 @@ class OrderRecord:
 
         Args:
             state: the sampler's `state_dict()`.
-            sizes: samples by source name, in the order of the dataset.
-            others: steps, batch_shapes, tokens_per_sample and packed.
+            sizes: number of samples by source name, in the order of the dataset.
+            others: the attributes steps, batch_shapes, tokens_per_sample and packed.
         """
         state = opened_state(state)
         return cls(
@@ -147,7 +147,7 @@ class OrderRecord:
         return kind
 
     def sampler_of(self, num_replicas: int, rank: int) -> Any:
-        """Create the sampler of a rank; kind `own` only.
+        """Create the sampler of a rank, only for kind `own`.
 
         Raises:
             RecordError: there is no sampler, or its order cannot be looked up.
@@ -162,7 +162,7 @@ class OrderRecord:
         return sampler
 
     def shape_at(self, step: int) -> BatchShape:
-        """Return the shape of the step that begins when `step` steps are complete."""
+        """Return the batch shape of the step that begins when `step` steps are complete."""
         return [shape for shape in self.batch_shapes if shape.step <= max(step, self.batch_shapes[0].step)][-1]
 
     def position_at(self, step: int) -> int:
@@ -170,12 +170,12 @@ class OrderRecord:
         return position_at(self.batch_shapes, step)
 
     def step_of(self, position: int) -> int:
-        """Return the step (counted from 1, as in the metrics) in which a position is consumed."""
+        """Return the step (counted from 1, as in the metrics) in which the sample at a position is consumed."""
         shape = [one for one in self.batch_shapes if self.position_at(one.step) <= position][-1]
         return shape.step + (position - self.position_at(shape.step)) // shape.global_batch_size + 1
 
     def elastic_sequence(self) -> ElasticSequence:
-        """Return the order; kind `elastic` only."""
+        """Return the order, only for kind `elastic`."""
         return ElasticSequence(
             {**self.sizes, **self.retired},
             self.seed,

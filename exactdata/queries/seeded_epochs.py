@@ -1,4 +1,4 @@
-"""Compute where a run with a seeded sampler is within its epochs at a given step. Does not import torch."""
+"""Compute the position of a run with a seeded sampler in its epochs at a given step. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from exactdata.queries.order_record import OrderRecord
 
 @dataclass(frozen=True)
 class SeededPosition:
-    """The state before a step.
+    """The position of a run in its epochs before a step.
 
     Attributes:
         epoch: the current epoch.
-        batches: micro-batches of the epoch that each rank has consumed.
-        segment: weights and temperature of the epoch.
+        batches: number of micro-batches that each rank has consumed in the epoch.
+        segment: the segment with the weights and temperature of the epoch.
         shape: batch shape of the step.
-        batches_per_epoch: micro-batches of one rank in a whole epoch.
+        batches_per_epoch: number of micro-batches of one rank in a complete epoch.
     """
 
     epoch: int
@@ -28,13 +28,13 @@ class SeededPosition:
     batches_per_epoch: int
 
     def after(self, micro_batches: int) -> SeededPosition:
-        """Return the position `micro_batches` micro-batches later, with weights and shape unchanged."""
+        """Return the position `micro_batches` micro-batches later, assuming that weights and shape do not change."""
         epochs, batches = divmod(self.batches + micro_batches, self.batches_per_epoch)
         return replace(self, epoch=self.epoch + epochs, batches=batches)
 
 
 def count_batches_per_epoch(record: OrderRecord, shape: BatchShape) -> int:
-    """Count the micro-batches of one rank in an epoch, at least 1."""
+    """Count the micro-batches of one rank in an epoch. The count is at least 1."""
     if record.sampler.is_own:
         return max(1, len(record.sampler_of(shape.world_size, 0)) // shape.batch_size)
     parts = record.sampler.drawn_sizes(record.sizes)
@@ -46,7 +46,7 @@ def count_batches_per_epoch(record: OrderRecord, shape: BatchShape) -> int:
 def seeded_position_at(record: OrderRecord, step: int) -> SeededPosition:
     """Return the position when `step` steps are complete.
 
-    A segment with other weights ends the epoch in which it begins, and starts the next one.
+    A segment with different weights ends the epoch in which it begins, and starts the next epoch.
     """
     shape = record.batch_shapes[0]
     current = SeededPosition(0, 0, record.segments[0], shape, count_batches_per_epoch(record, shape))

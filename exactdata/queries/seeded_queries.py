@@ -1,4 +1,4 @@
-"""Look up samples of a run whose sampler draws whole epochs, by drawing them again, with torch."""
+"""Look up samples of a run whose sampler draws complete epochs, by drawing these epochs again using torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 def _sampler(record: OrderRecord, at: SeededPosition, rank: int) -> Any:
-    """Create the sampler of a rank, at the beginning of the epoch."""
+    """Create the sampler of a rank, at the start of the epoch."""
     ranks = at.shape.world_size
     if record.sampler.is_own:
         sampler = record.sampler_of(ranks, rank)
@@ -33,7 +33,7 @@ def step_samples(record: OrderRecord, step: int, offsets: I64) -> tuple[list[str
 
     Args:
         record: record of a run with a seeded sampler.
-        step: counted from 1.
+        step: number of the step, counted from 1.
         offsets: indices into the global batch of the step, shape (count,).
 
     Returns:
@@ -58,14 +58,14 @@ def step_samples(record: OrderRecord, step: int, offsets: I64) -> tuple[list[str
 
 
 def sample_times(record: OrderRecord, source: str, index: int) -> list[Row]:
-    """List when a sample is consumed, up to the end of the run: epoch, step and rank of each time."""
+    """List when a sample is consumed before the end of the run, as epoch, step and rank of each time."""
     names = list(record.sizes)
     wanted = sum(record.sizes[name] for name in names[: names.index(source)]) + index
     rows: list[Row] = []
     changes = sorted(
         {record.steps, *(one.step for one in record.batch_shapes), *(one.start for one in record.segments)}
     )
-    step, epoch = 0, 0  # `epoch` is the next one to search
+    step, epoch = 0, 0  # `epoch` is the next epoch to search
     while step < record.steps:
         current = seeded_position_at(record, step)
         accumulation = current.shape.grad_accum_steps
@@ -73,7 +73,7 @@ def sample_times(record: OrderRecord, source: str, index: int) -> list[Row]:
         for number in range(max(epoch, current.epoch), last + 1):
             rows += _times_in_epoch(record, replace(current, epoch=number), wanted)
         epoch = last + 1
-        whole_steps = (current.batches_per_epoch - current.batches) // accumulation  # before the last of the epoch
+        whole_steps = (current.batches_per_epoch - current.batches) // accumulation  # excludes the epoch's last step
         step = min(step + max(1, whole_steps), next(at for at in changes if at > step))
     return [row for row in rows if row["step"] <= record.steps]
 
@@ -91,7 +91,7 @@ def _times_in_epoch(record: OrderRecord, at: SeededPosition, wanted: int) -> lis
 
 
 def _step_of_batch(record: OrderRecord, epoch: int, batch: int) -> int | None:
-    """Return the step, from 1, that consumes this micro-batch; None if a new phase ended the epoch before it."""
+    """Return the step (from 1) that consumes this micro-batch, or None if a new phase ends the epoch before it."""
     low, high = 0, record.steps
     while low < high:
         middle = (low + high) // 2
