@@ -45,7 +45,7 @@ class MicroBatchSampler:
         return self.sampler.locate(position)
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing: the sampler has one pass."""
+        """Do nothing, because epochs do not affect the order."""
 
     def __iter__(self) -> Iterator[int]:
         for indices in self.iter_batches(self._size, drop_last=True):

@@ -1,8 +1,8 @@
 """Provide two samplers that shuffle each epoch using torch's generator, seeded with seed + epoch.
 
-Their sequences will never change, so a run that was started with torch's sampler can be resumed with these. An epoch is
-stored as one array (32-bit if the sizes allow), not as a Python list. torch.randperm draws the same numbers as 32-bit
-and as 64-bit integers, and 32-bit integers need half the memory.
+Their sequences are fixed index for index, so you can resume a run that started with a different implementation. An
+epoch is stored as one array (32-bit if the sizes allow), not as a Python list. torch.randperm draws the same numbers as
+32-bit and as 64-bit integers, and 32-bit integers need half the memory.
 
 For a data order that does not depend on the number of ranks, see `exactdata.elastic`.
 """
@@ -245,7 +245,7 @@ class DistributedSampler(_SeededSampler):
         sampler = DistributedSampler(data, num_replicas=2, rank=0, seed=1)
         loader = StatefulDataLoader(data, batch_size=2, sampler=sampler)
         for epoch in range(2):
-            sampler.set_epoch(epoch)  # another order in each epoch
+            sampler.set_epoch(epoch)  # a different order in each epoch
             for batch in loader:
                 print(epoch, batch.tolist())
         ```

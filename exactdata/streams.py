@@ -22,8 +22,8 @@ class ShardedStream(IterableDataset[Any]):
     of partly read units, are distributed over the new shards.
 
     A state also contains a digest of the ordered units and of the sizes of the files that they name. A resume within an
-    epoch raises an error if the order or the size of a file has changed. The files may have moved to a different
-    directory.
+    epoch raises an error if the units, their order or the size of a file have changed. The files may have moved to a
+    different directory.
 
     Example:
         ```python

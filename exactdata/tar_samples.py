@@ -195,9 +195,9 @@ def load_index(path: Path, cached: Path) -> I64:
     Several processes may create it at the same time, because each renames a complete file into place.
 
     Returns:
-        An int64 array with, in order: the numbers of samples and members; the first member of each sample, and the end;
-        the offset of each member's content; the size of each member's content; 0 and the end of each name; the names,
-        padded.
+        An int64 array, which concatenates the numbers of samples and members, the first member of each sample and the
+        end, the offset of each member's content, the size of each member's content, 0 and the end of each name, and the
+        padded names.
 
     Raises:
         DataError: as for `TarSamples`.

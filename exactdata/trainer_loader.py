@@ -73,7 +73,7 @@ class TrainerLoader:
                 break
         state = loader.state_dict()  # save it on any rank
 
-        resumed = TrainerLoader(sources, global_batch_size=4, **options)  # another batch size
+        resumed = TrainerLoader(sources, global_batch_size=4, **options)  # a different batch size
         resumed.load_state_dict(state)
         assert sum(len(source) for _, source in resumed) == 40 - 16  # the rest of the pass
         ```

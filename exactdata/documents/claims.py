@@ -23,7 +23,7 @@ from exactdata.interrupts import StoppedError
 
 TOUCH_S = 5.0
 STALE_S = 60.0
-"""Seconds without a touch after which a claim counts as abandoned, measured by the waiting process."""
+"""Seconds without a touch after which a claim is considered abandoned, measured by the waiting process."""
 POLL_S = 0.1
 
 

@@ -1,6 +1,6 @@
 """Prepare parts: read and tokenize their documents, and write token shards. Run as a process with `python -m`.
 
-A separate process does not import torch, and its tokenizer threads cannot break a parent process that forks later.
+A separate process does not import torch, and keeps tokenizer threads out of a parent process that may fork later.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def is_collated(dataset: object) -> bool:
 
 
 def has_getitems(dataset: Any) -> bool:
-    """Return whether the dataset has a useful `__getitems__`. The one of torch's Subset may only loop."""
+    """Return whether the dataset, or the dataset inside a torch Subset, has `__getitems__`. Subset's may only loop."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
@@ -247,8 +247,8 @@ def load_end(thing: Any, saved: dict[str, Any], as_it_was: AbstractContextManage
     """Load the state that `thing` had after an epoch, so that the next `iter()` begins a new epoch.
 
     After an epoch, some datasets stay at the end, so that the next iteration is empty, while others have already
-    returned to the start. Fetching one item distinguishes the two. A dataset with `begins_anew = True` always returns
-    to the start. It is not tested, because its shard may have no items.
+    returned to the start. Fetching one item distinguishes the two. A dataset with `begins_anew = True` is known to
+    return to the start. It is not tested, because its shard may have no items.
 
     Args:
         thing: the dataset or sampler.

@@ -135,8 +135,7 @@ class SeedStream:
         return self.base_seed
 
     def worker_seed(self, rank: int) -> int | None:
-        """Return the seed of this rank's workers for this epoch, or None if torch seeds them from the `begin`
-        generator.
+        """Return this rank's worker seed for this epoch, or None if torch seeds the workers from `begin`'s generator.
         """
         if not self.chained or self.base_seed is None:
             return None

@@ -43,7 +43,7 @@ class Selection(NamedTuple):
         """Parse `code:1234`, `code:10-20`, `positions:5000-5999` or `5000-5999`. Both ends are included.
 
         Raises:
-            SamplerError: the text has none of these forms.
+            SamplerError: `text` has none of these forms.
         """
         name, colon, bounds = text.rpartition(":")
         name = name if colon else POSITIONS

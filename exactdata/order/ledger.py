@@ -237,7 +237,7 @@ class DataLedger:
             since: digests that begin before this position are not compared, because `locate` does not cover them.
 
         Returns:
-            The number of samples compared, which is at most 65,536 or one step.
+            The number of samples compared, at most 65,536 unless a single step is larger.
 
         Raises:
             SamplerStateError: the data order differs from the consumed samples. The message states the positions and

@@ -102,7 +102,7 @@ def source_totals(record: OrderRecord) -> list[Row]:
     For the seeded samplers, the counts of an incomplete epoch are proportional to the shares.
 
     Returns:
-        One row per source and range of positions with constant shares, then one per source for the complete run.
+        One row per range of positions with constant shares, then one for the complete run.
     """
     if record.sampler.elastic:
         return _elastic_totals(record)
