@@ -1,4 +1,4 @@
-"""Map-style datasets: fixed-length samples from arrays of tokens, and mixtures of several sources.
+"""Provide map-style datasets with fixed-length samples from arrays of tokens, and mixtures of several sources.
 
 A *source* is a dataset with a name. A token *sample* is a dict of `input_ids` and `labels`, int64 tensors of shape
 (T,), where the label of a token is the next token. A dataset is *collated* (`collated = True`) if its
@@ -111,7 +111,7 @@ def open_map(path: str, dtype: str, offset: int, count: int) -> Tokens:
     """Memory-map `count` numbers of type `dtype` in `path`, starting at byte `offset`, read-only.
 
     Raises:
-        DataError: the file is missing, or shorter than before.
+        DataError: the file is missing, or has become too short.
     """
     try:
         return cast(Tokens, np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)))
@@ -140,7 +140,7 @@ class TokenDataset(Dataset[Batch]):
 
     Args:
         tokens: a 1-D integer array or memory map, or a sequence of them.
-        sequence_length: T, at least 1.
+        sequence_length: T, the number of tokens per sample, at least 1.
         vocab_size: fetching a token outside [0, vocab_size) raises an error. Tokens are checked when they are fetched,
             not when the dataset is opened. If None, they are not checked.
         name: name of this source in error messages, used for arrays in memory.
@@ -269,7 +269,7 @@ class TokenDataset(Dataset[Batch]):
 
 
 class MixtureDataset(Dataset[Any]):
-    """Concatenate named sources: index i of the mixture is index i - cumulative_sizes[s] of source s.
+    """Concatenate named sources, where index i of the mixture is index i - cumulative_sizes[s] of source s.
 
     A sample that is a dict gets a key `dataset_idx`, the number of its source. Any other sample becomes a tuple
     (sample, dataset_idx). If every source is collated, the mixture is too. It then gathers a batch source by source,
@@ -291,7 +291,7 @@ class MixtureDataset(Dataset[Any]):
         ```
 
     Args:
-        datasets: map-style datasets.
+        datasets: the sources, as map-style datasets.
         names: a unique name for each dataset. Weights and phases refer to sources by name.
         tagged: whether to add `dataset_idx` to samples. If False, samples are returned unchanged, and a
             `StatefulDataLoader` adds `dataset_idx` to each batch that is a dict.
@@ -499,7 +499,7 @@ def source_size(name: str, dataset: Any) -> int:
 
 
 def is_plain_tokens(dataset: Any) -> bool:
-    """Return whether `dataset` fetches batches as `TokenDataset` does. A subclass may override it."""
+    """Return whether `dataset` fetches batches with the method of `TokenDataset`, which a subclass may override."""
     return isinstance(dataset, TokenDataset) and type(dataset).__getitems__ is TokenDataset.__getitems__
 
 

@@ -85,7 +85,7 @@ _MESSAGE = (
     "the saved data order has {key} {value}; expected {allowed}: it was truncated or edited; use another checkpoint"
 )
 
-FIRST = 256  # number of samples in the first block
+FIRST = 256  # samples in the first block
 MOST = 8192  # maximum samples in a block; larger blocks are no cheaper per sample
 
 
@@ -107,7 +107,7 @@ class Iteration:
 
     @property
     def yielded(self) -> int:
-        """Return the number of samples of this rank that the iteration has yielded."""
+        """Return how many samples the iteration has yielded on this rank."""
         return self.drawn if self.follow is None else self.follow()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class ElasticSampler:
     Args:
         sizes: number of samples by source name, in the order of the MixtureDataset.
         weights: a weight for every source, by name or in the order of `sizes`. Weight 0 excludes a source.
-        global_batch_size: samples of one step over all ranks, a multiple of num_replicas. It does not affect the order.
+        global_batch_size: samples per step over all ranks, a multiple of num_replicas. It does not affect the order.
         num_replicas: number of ranks. If None, the world size of torch.distributed, or 1 without it.
         rank: this rank. If None, the rank in torch.distributed, or 0 without it.
         seed: seed of the order.
@@ -201,7 +201,7 @@ class ElasticSampler:
 
     Attributes:
         order: the `ElasticSequence`, which looks up shares, keys and epochs at any position.
-        order_version: grows with every change of the order.
+        order_version: a number that grows with every change of the order.
         sizes: number of samples by source name.
         limit: the position at which `samples` or `epochs` ends the sampler. If None, the sampler ends only when the
             order does.
@@ -247,10 +247,10 @@ class ElasticSampler:
                 f"epoch_samples {epoch_samples}: it must be at least {self.num_replicas}, one per replica"
             )
         self._position = 0  # where the next iteration starts, unless a skip is set
-        self._counted = 0, self.num_replicas  # samples per rank that the loaded state includes, and its number of ranks
+        self._counted = 0, self.num_replicas  # samples per rank in the loaded state, and its number of ranks
         self._iteration = Iteration()
         self._skip = 0
-        self._fixed: tuple[ElasticSequence, dict[str, Any], str] | None = None  # see `_fixed_state`
+        self._fixed: tuple[ElasticSequence, dict[str, Any], str] | None = None  # cache of `_fixed_state`
         self._retired: dict[str, int] = {}  # sizes of sources that an earlier part of the run used
         self.order: ElasticSequence
         self.order_version = 0
@@ -538,7 +538,7 @@ class ElasticSampler:
     # --- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after all samples that the current iteration has yielded; see `state_dict_at`."""
+        """Return the state after all samples that the current iteration has yielded, as `state_dict_at` does."""
         return self.state_dict_at(self._iteration.yielded)
 
     def state_dict_at(self, samples: int) -> dict[str, Any]:
@@ -665,7 +665,7 @@ def drawn_in_blocks(
             yield batch
             if sampler.order is not order:
                 ahead = FIRST
-                break  # the rest of the block is outdated
+                break  # the rest of this block is outdated
 
 
 def _integers(what: str, value: Any) -> I64:

@@ -58,7 +58,7 @@ class MicroBatchSampler:
             batch_size: samples per micro-batch, or a divisor of it.
             drop_last: has no effect, because steps are always complete.
         """
-        iter(self.sampler)  # begins an iteration at the position in the state
+        iter(self.sampler)  # starts an iteration at the position in the state
         return drawn_in_blocks(self.sampler, Iteration(), batch_size, True, self._left_after, self.positions)
 
     def _left_after(self, samples: int) -> int:
@@ -107,7 +107,7 @@ class MicroBatchSampler:
         return self.sampler.state_dict()
 
     def state_dict_at(self, samples: int) -> dict[str, Any]:
-        """Return the state after `samples` samples of this rank in the current iteration, between two steps."""
+        """Return the state after `samples` samples of this rank in the iteration, which must be complete steps."""
         return self.sampler.state_dict_at(self._reached(samples))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

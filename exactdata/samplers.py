@@ -55,7 +55,7 @@ class Kind(Protocol):
             sizes: number of samples by source.
             weights: one weight per source.
             temperature: temperature of the mixture.
-            common: num_replicas, rank, shuffle, seed and drop_last.
+            common: the arguments num_replicas, rank, shuffle, seed and drop_last.
         """
         module, _, name = self.sampler.rpartition(".")
         return getattr(import_module(module), name).of_sources(sizes, weights, temperature, **common)

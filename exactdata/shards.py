@@ -39,7 +39,7 @@ class TokenShards(TokenDataset):
     Args:
         paths: a file, a folder, a glob, or a list of these. Shards are in the order of the list, sorted by name within
             a folder or glob.
-        sequence_length: T, at least 1.
+        sequence_length: T, the number of tokens per sample, at least 1.
         vocab_size: fetching a token outside [0, vocab_size) raises an error. If None, tokens are not checked.
         dtype: dtype of the tokens in `.bin` files, which do not record it, e.g. uint16, or >u2 for big-endian tokens. A
             `.npy` file records its dtype, which must then be the same.

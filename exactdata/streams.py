@@ -146,7 +146,7 @@ class ShardedStream(IterableDataset[Any]):
         return {**states[0], "units": known["units"], "content": known["content"], "left": left, "done": 0, "at": None}
 
     def check_state_dicts(self, states: Sequence[State]) -> None:
-        """Check that all shards of an epoch read the same units. The loader calls this before it saves a state.
+        """Check that all shards of an epoch read the same units. Called when the states of all ranks are combined.
 
         Raises:
             LoaderStateError: the shards read different units.

@@ -95,7 +95,7 @@ class TrainerLoader:
             temperature, segments, max_epochs, exclude, shuffle and allow_data_change for ElasticSampler.
 
     Attributes:
-        dataset: the dataset.
+        dataset: the dataset, or the mixture of the datasets.
         batch_size: samples per batch on this rank.
         elastic_sampler: the ElasticSampler, with `locate`, `find`, `update_weights` and `exclude`.
 
@@ -233,7 +233,7 @@ class TrainerLoader:
         """Continue from a state saved with any number of ranks and workers and any batch size.
 
         Args:
-            state: a result of `state_dict`; keys that begin with an underscore are ignored.
+            state: a result of `state_dict`. Keys that begin with an underscore are ignored.
 
         Raises:
             LoaderStateError: `state` is not a state of this loader, or was edited.

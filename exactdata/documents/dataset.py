@@ -58,7 +58,7 @@ class Documents(Dataset[Batch]):
     Args:
         paths: a file (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow from `datasets`, .txt), a folder, a glob, or a
             list of these.
-        sequence_length: T, at least 1.
+        sequence_length: T, the number of tokens per row, at least 1.
         text: the key or column with the text.
         messages: the key or column with a chat, which is a list of messages with `role` and `content`. It replaces
             `text`.
@@ -207,7 +207,7 @@ class Documents(Dataset[Batch]):
 
         Args:
             at: offset of each piece in the batch.
-            documents: document of each piece.
+            documents: number of the document of each piece.
             first: offset of each piece in its document.
             lengths: number of tokens of each piece.
             size: number of tokens in the batch, including padding.

@@ -8,11 +8,11 @@ A row has `sequence_length` tokens and consists of *pieces*. A piece is a docume
 
 With `packing=stream`, all documents are joined end to end, and each row is the next `sequence_length` tokens.
 
-    order.npy    the documents row by row; of a stream, all of them      4 bytes a document
-    starts.npy   index in it where each row begins; of a stream, offset
-                 in the stream where each document begins                4 bytes a row; 8 a document
-    long.npy     the documents with full rows                            4 bytes each
-    ends.npy     one past the last full row of each of them              4 bytes each
+    order.npy    documents, row by row (stream: all documents)           4 bytes per document
+    starts.npy   index in order.npy where each row begins                4 bytes per row
+                 (stream: token offset where each document begins)       8 bytes per document
+    long.npy     documents with full rows                                4 bytes per document
+    ends.npy     one past the last full row of each such document        4 bytes per document
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Describe how documents are prepared, and lay out the resulting files: token shards and an index of the documents.
 
-    spec.json         the files, the column, the tokenizer, and the parts
+    spec.json         files, column, tokenizer and parts
     parts/00000/      tokens.bin, trained.bin (of chats), lengths.npy, lines.npy, held.npy, dropped.jsonl, part.json
     index/            offsets.npy, lines.npy, held.npy, slices.npy, dropped.jsonl, report.json, meta.json
     plans/KEY/        see `exactdata.documents.packed`
-    claims/           the work that processes have claimed
+    claims/           claims of the parts in progress
 
 A *part* is a slice of one large file, or several small files. Its directory appears only once the part is complete.
 """
@@ -162,15 +162,16 @@ def read_json(path: Path) -> Any:
 
 
 class Index:
-    """The documents of a complete preparation, memory-mapped. Opening it reads a few hundred bytes per part.
+    """Memory-mapped index of the documents of a complete preparation. Opening it reads a few hundred bytes per part.
 
     Args:
-        store: a complete preparation.
+        store: the paths of a complete preparation.
 
     Attributes:
-        offsets: where each document begins among all tokens, and the end: int64, shape (documents + 1,).
+        offsets: index of each document's first token among all tokens, then the number of tokens, int64 of shape
+            (documents + 1,).
         held: whether each document is among the 5 % that are held out, chosen by content: bool, shape (documents,).
-        part_starts: where each part begins among all tokens, and the end.
+        part_starts: index of each part's first token among all tokens, then the number of tokens.
         content: a digest of all tokens.
 
     Raises:
@@ -227,7 +228,7 @@ class Index:
         """Return the number of the document at a line of a file.
 
         Args:
-            file: path of the file, or the end of the path.
+            file: path of the file, or the last components of the path.
             line: number of the line, counted from 1.
 
         Raises:

@@ -145,7 +145,7 @@ class IndexStream:
             LoaderStateError: the epoch of a plain sampler is shorter than `skip`.
         """
         is_set = self.seeds_itself or (self.sets_epoch and hasattr(self.sampler, "set_epoch"))
-        if is_set and not self.has_passes:  # the position determines the pass
+        if is_set and not self.has_passes:  # the position selects the pass
             self.sampler.set_epoch(epoch)
         if self.by_skip and (skip or self._has_skipped):
             self._has_skipped = True  # from now on the loader sets the skip, not the user

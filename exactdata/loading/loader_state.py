@@ -115,7 +115,7 @@ def sealed(state: State) -> State:
 
 
 def check_seal(state: State, what: str) -> None:
-    """Check that a state has not changed since it was sealed.
+    """Check that a loader's state has not changed since it was sealed.
 
     Raises:
         LoaderStateError: the state has changed.

@@ -29,7 +29,7 @@ class LoaderStateError(UserError, ValueError):
 
 @dataclass(frozen=True, eq=False)
 class BatchRecord:
-    """The samples of a batch.
+    """A record of which samples are in a batch.
 
     Attributes:
         indices: dataset indices, int64 of shape (samples,). None for an iterable dataset, or if indices are not
@@ -47,7 +47,7 @@ class BatchRecord:
 
 @runtime_checkable
 class RestartableDataLoader(Protocol):
-    """An iterable over batches whose position can be saved and restored.
+    """Interface of an iterable over batches whose position can be saved and restored.
 
     When a checkpoint is saved, the states of all ranks are aggregated into a single state, which is stored in the train
     state. At a resume, each rank extracts its part, even if the number of ranks has changed. `StatefulDataLoader`
@@ -153,6 +153,7 @@ def shard() -> tuple[int, int]:
 def epoch() -> int | None:
     """Return the epoch, from 0, of the loader that reads this iterable dataset, or None without a loader.
 
-    Also works in worker processes. A dataset should not count epochs, because workers may end after an epoch.
+    Also works in worker processes. Use it instead of counting epochs in the dataset, because workers may end after each
+    epoch.
     """
     return _acting[-1].epoch if _acting else None

@@ -135,8 +135,7 @@ class SeedStream:
         return self.base_seed
 
     def worker_seed(self, rank: int) -> int | None:
-        """Return this rank's worker seed for this epoch, or None if torch seeds the workers from `begin`'s generator.
-        """
+        """Return this rank's worker seed for this epoch, or None if torch draws it from the generator of `begin`."""
         if not self.chained or self.base_seed is None:
             return None
         return stream_key(self.base_seed, rank) >> 1 if rank else self.base_seed

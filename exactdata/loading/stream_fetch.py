@@ -22,7 +22,7 @@ _CALLABLE_ITERATOR = type(iter(int, 1))  # the function may raise StopIteration 
 class StreamFetcher:
     """Fetch batches of an iterable-style dataset, and keep the state after each batch.
 
-    A state is a dict of
+    A state is a dict with these keys:
 
     - `dataset` and `iterator`: the state of each, or None.
     - `samples`: how many samples to skip after restoring these two states.
@@ -130,7 +130,7 @@ class StreamFetcher:
 
         Raises:
             StopIteration: the dataset has ended.
-            RuntimeError: the dataset raised StopIteration without having ended.
+            RuntimeError: the dataset raised StopIteration before its end.
             Exception: any error from the dataset. The index of the sample and the process are added to the message.
         """
         before = self._opened, self.samples - self._opened_at, list(self._waiting)

@@ -245,7 +245,7 @@ class _WorkerEpoch(Epoch):
         self._replies = iter(())
 
     def _explain(self, error: Exception) -> None:
-        """Add to torch's error about a dead or late worker which worker it was, and which batch it was loading."""
+        """Add the number of the worker, and the batch it was loading, to torch's error about a dead or late worker."""
         pids = {int(pid) for pid in re.findall(r"\d+", re.split("exited|is killed", str(error))[0])}
         dead = [worker for worker, pid in self._setup.pool.pids.items() if pid in pids]
         pending = [task for task in self._pending.values() if not dead or task.worker in dead]

@@ -189,9 +189,9 @@ class TaskRunner(Dataset[Reply]):
             fetcher.dataset.load_state_dict(saved["dataset"])
 
     def continues(self, saved: dict[str, Any] | None) -> bool:
-        """Return whether samples after a saved state of this shard were skipped. The next state is then due as before.
+        """Return whether this epoch resumed by skipping samples after a saved state of this shard.
 
-        States are then saved after the same batches in a resumed and in an uninterrupted run.
+        If so, the next state is due as in the uninterrupted run, so that both runs save states after the same batches.
         """
         fetcher = self.fetcher
         if not isinstance(fetcher, StreamFetcher) or saved is None or not saved.get("samples"):

@@ -1,4 +1,4 @@
-"""Split a step over ranks and micro-batches, and find the positions of each step.
+"""Split steps over ranks and micro-batches, and find the positions of each step.
 
 A run that resumes with a different number of ranks or a different batch size keeps its data order. Only the positions
 at which later steps begin change. Each attempt with a new batch shape adds that shape to the run's list. This module
@@ -39,7 +39,7 @@ class BatchShape:
 
     @staticmethod
     def dealt(step: int, world_size: int, batch_size: int, micro_batches: int) -> BatchShape:
-        """Return the shape of rank-invariant training."""
+        """Return the batch shape for rank-invariant training."""
         return BatchShape(step, world_size, batch_size, -(-micro_batches // world_size), micro_batches)
 
     @property

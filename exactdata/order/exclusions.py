@@ -121,7 +121,7 @@ class Exclusion(NamedTuple):
 
     Attributes:
         at: position at which the exclusion was made.
-        what: the samples.
+        what: the excluded samples or positions.
         keys: for an exclusion by position, the first excluded key and one past the last, by source name. Only these
             occurrences are excluded, and the samples are drawn again in later epochs.
         until: position at which the exclusion was withdrawn. From there on, the samples are drawn again.

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from exactdata.order.arrays import U64
 
-GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the increment of SplitMix64
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the increment of SplitMix64
 _MASK = (1 << 64) - 1
 _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -51,11 +51,11 @@ def _digest(text: str) -> bytes:
 
 
 def derive(keys: U64 | int, counters: NDArray[np.integer]) -> U64:
-    """Derive a key from each stream key and counter.
+    """Derive a key from each pair of a stream key and a counter.
 
     Args:
         keys: one stream key, or a uint64 array of them.
-        counters: non-negative integers, such as epochs.
+        counters: non-negative integers such as epochs, broadcast against `keys`.
 
     Returns:
         uint64 array of the broadcast shape, with at least one dimension.

@@ -47,7 +47,7 @@ _C1, _C2 = np.uint64(0x9FB21C651E98DF25), np.uint64(0xD6E8FEB86659FD93)
 class _Nodes:
     """Parameters of the splits at inner nodes. Fields are scalars for one node, or arrays over nodes or samples."""
 
-    step: np.uint64 | U64  # points per pair of slots, 2 f <= 1, times 2^62
+    step: np.uint64 | U64  # points per pair of slots (2 f <= 1), times 2^62
     key: np.uint64 | U64
 
     def take(self, nodes: int | I64) -> _Nodes:
@@ -182,7 +182,7 @@ class Interleave:
         return self._source.reshape(-1)[root + node], x
 
     def counts(self, x: I64, mixture: int | I64 = 0) -> I64:
-        """Count how many of the first slots belong to each source.
+        """Count how many of the first x slots belong to each source.
 
         Args:
             x: how many slots to count, int64 of shape (count,).

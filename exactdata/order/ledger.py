@@ -51,7 +51,7 @@ _ODD = np.uint64(0x9FB21C651E98DF25)
 
 
 class DataLedger:
-    """The samples that a run has consumed.
+    """A ledger of the samples that a run has consumed.
 
     Each rank adds its samples with `consume`. Once per step, `local()` is summed over all ranks (modulo 2^64) and every
     rank passes the sum to `commit`.

@@ -49,7 +49,7 @@ class ElasticSequence:
 
     Attributes:
         names: source names, sorted. A source id is an index into this list.
-        spans: the ranges of positions with constant shares.
+        spans: the `Spans`, i.e. the ranges of positions with constant shares.
 
     Raises:
         SamplerError: a segment has an unknown source, or the order has no samples.
@@ -93,7 +93,7 @@ class ElasticSequence:
         return self.spans.share_bound(self._id[name])
 
     def numbers(self, positions: I64) -> tuple[I64, I64]:
-        """Return the source id of each position, and the number of earlier samples of that source.
+        """Return the source id at each position, and the number of earlier samples of that source.
 
         Raises:
             SamplerError: a position is outside [0, total).

@@ -56,8 +56,8 @@ class _Era:
     """A range of samples with the same exclusions in force, from sample `number` to the start of the next era.
 
     Attributes:
-        number: number of the first sample.
-        key: the first key.
+        number: number of the first sample in the era.
+        key: the first key in the era.
         samples: the excluded samples.
         keys: additional excluded keys, from `key` on.
     """
@@ -176,14 +176,14 @@ class SourceStream:
         return last.key if number == last.number else int(self.end_keys(np.array([number]))[0])
 
     def end_keys(self, numbers: I64) -> I64:
-        """Return `end_key` of each number, int64 of shape (count,)."""
+        """Return `end_key` for each number, int64 of shape (count,)."""
         if not self.has_exclusions:
             return numbers
         last = self._eras[-1]
         return np.where(numbers == last.number, last.key, self.keys_of(np.maximum(numbers - 1, 0)) + 1)
 
     def keys_of(self, numbers: I64) -> I64:
-        """Return the key of each sample, int64 of shape (count,)."""
+        """Return the key of each sample, given its number, int64 of shape (count,)."""
         if not self.has_exclusions:
             return numbers
         epochs, offsets = self.epochs_and_offsets(numbers)

@@ -83,7 +83,7 @@ class Spans:
         return quanta
 
     def numbers(self, positions: I64) -> tuple[I64, I64]:
-        """Return the source of each position, and the number of earlier samples of that source."""
+        """Return the source at each position, and the number of earlier samples of that source."""
         ids, numbers = np.empty((2, len(positions)), np.int64)
         for rows, chosen, sources, mixtures, place in self._parts(self._rows_of(positions)):
             member, counted = mixtures.locate((positions[chosen] - self.start[rows]).view(np.uint64), place)

@@ -174,7 +174,7 @@ def sealed(state: Mapping[str, Any], key: str = "digest") -> dict[str, Any]:
 
 
 def without_foreign(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a state without the keys that begin with an underscore, which other programs add."""
+    """Copy a state without keys that begin with an underscore, because other programs add such keys."""
     return {name: value for name, value in state.items() if not _is_foreign(name)}
 
 

@@ -172,7 +172,7 @@ def _seeded_shares(record: OrderRecord, weights: Any, temperature: float) -> dic
 
 
 def first_difference(one: OrderRecord, other: OrderRecord) -> Row:
-    """Find where two data orders first differ.
+    """Find the first position at which two data orders differ.
 
     Returns:
         A dict with `reason` (the inputs in which the orders differ) and `position` (the first position with different

@@ -150,7 +150,7 @@ class OrderRecord:
         """Create the sampler of a rank, only for kind `own`.
 
         Raises:
-            RecordError: there is no sampler, or its order cannot be looked up.
+            RecordError: the record has no sampler, or the sampler's order cannot be looked up.
         """
         sampler = self.make(num_replicas, rank) if self.make is not None else None
         lacking = [name for name in ("set_epoch", "set_skip", "iter_batches", "__len__") if not hasattr(sampler, name)]
