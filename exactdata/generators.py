@@ -14,7 +14,7 @@ _numpy: Any = np.random  # numpy's type hints lack two functions
 
 
 class States(NamedTuple):
-    """States of the global generators, and the bit generator object that numpy's functions draw from."""
+    """States of the global generators, and the bit generator object used by numpy's global functions."""
 
     python: Any
     numpy: tuple[Any, Any]

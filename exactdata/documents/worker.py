@@ -37,7 +37,7 @@ def work(store: Store, tell: Tell) -> None:
 
     Args:
         store: the paths of the preparation, whose spec.json is already written.
-        tell: called with the numbers of documents and tokens of each batch.
+        tell: called with the number of documents and of tokens in each batch.
 
     Raises:
         DataError: a file is missing or has changed.

@@ -182,7 +182,7 @@ class MapFetcher:
         return self._each(indices, indices, self.dataset.__getitem__)
 
     def _each(self, wanted: Iterable[Any], indices: Indices, get: Callable[[Any], Any]) -> list[Any]:
-        """Call `get` for each item in `wanted`, seeded per sample. `indices` are the batch's, for error messages."""
+        """Call `get` for each item in `wanted`, seeded per sample. Errors describe the complete batch, `indices`."""
         keys = self._keys() if self._seeds_samples else None
         samples: list[Any] = []
         keep, index = samples.append, None

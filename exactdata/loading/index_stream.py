@@ -58,7 +58,8 @@ class IndexStream:
         batch_size: indices per batch. If None, the sampler's items are passed on unchanged.
         drop_last: whether to drop an incomplete last batch.
         is_batch_sampler: whether the sampler yields batches of indices.
-        sets_epoch: whether to call a plain sampler's `set_epoch`. Otherwise the user calls it.
+        sets_epoch: whether to call `set_epoch` on a plain sampler (see the module docstring). Otherwise the user calls
+            it.
     """
 
     def __init__(
@@ -139,10 +140,10 @@ class IndexStream:
         Args:
             epoch: number of the epoch, from 0.
             skip: number of samples or batches to skip.
-            saved: a plain sampler's state, used instead of `skip`.
+            saved: the sampler's own state, if it has one, used instead of `skip`.
 
         Raises:
-            LoaderStateError: the epoch of a plain sampler is shorter than `skip`.
+            LoaderStateError: the sampler must be iterated to skip, and its epoch is shorter than `skip`.
         """
         is_set = self.seeds_itself or (self.sets_epoch and hasattr(self.sampler, "set_epoch"))
         if is_set and not self.has_passes:  # the position selects the pass
@@ -209,7 +210,7 @@ class IndexStream:
         self._ended = self._exhausted = True
 
     def state(self) -> dict[str, Any] | None:
-        """Return a plain sampler's state after the last batch drawn, or None if a sample count determines it."""
+        """Return the sampler's own state after the last batch drawn, or None if a sample count determines it."""
         if self._base is not None:
             return self._base
         if not self.is_stateful:
@@ -222,7 +223,7 @@ class IndexStream:
         }
 
     def boundary_state(self) -> dict[str, Any] | None:
-        """Return a plain sampler's state between two epochs."""
+        """Return the sampler's own state between two epochs."""
         return self._between_epochs() if not self.seeds_itself and is_stateful(self.sampler) else None
 
     def _between_epochs(self) -> dict[str, Any]:

@@ -212,7 +212,7 @@ class StatefulDataLoader(DataLoader[T_co]):
         """Iterate like `iter()`, and yield each batch with the record of its samples.
 
         Raises:
-            LoaderStateError: as `iter()`.
+            LoaderStateError: as for `iter()`.
         """
         return iter(self).recorded()
 

@@ -241,7 +241,7 @@ def check_place(state: State, epoch_size: int | None, batch_size: int | None, co
 
 
 def check_sampler_epoch(state: State) -> None:
-    """Check the epoch with which a plain sampler's `set_epoch` is called, if the state has it.
+    """Check the epoch in a state with which the sampler's `set_epoch` will be called, if there is one.
 
     Raises:
         LoaderStateError: the epoch is not an integer with which torch can seed a generator.
@@ -265,8 +265,8 @@ def aggregate(states: Sequence[State]) -> State:
 def check_ranks(states: Sequence[State]) -> None:
     """Check that the states of all ranks were saved at the same position.
 
-    Ranks with streams or plain samplers may be in different epochs. For these, the number of batches since the start of
-    the run is compared.
+    Ranks with streams or user-defined samplers may be in different epochs. For these, the number of batches since the
+    start of the run is compared.
 
     Raises:
         LoaderStateError: a rank differs from rank 0. The message names the first such rank and both positions.

@@ -3,7 +3,7 @@
 The dataset redistributes the states of unfinished shards, using its `aggregate_state_dict` and
 `deaggregate_state_dict`. The loader handles shards that have ended or not begun, because the dataset's state need not
 distinguish them. A shard that has ended has nothing left to read. A shard that has not begun is read under its old
-shard number.
+shard number. For the term *leg*, see `stream_fetch`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _shards_of(state: State, ranks: Sequence[State], epoch: int) -> DatasetState
 
 
 def check_alike(dataset: Any, states: Sequence[State]) -> None:
-    """Call the dataset's `check_state_dicts`, if it has one, on the inner states of all shards of all ranks."""
+    """Call the dataset's `check_state_dicts`, if it has one, on the dataset's states in all shards of all ranks."""
     if not callable(getattr(dataset, "check_state_dicts", None)):
         return
     shards = [shard for state in states for shard in opened(state.get("dataset")) or ()]
@@ -131,7 +131,7 @@ def own(dataset: Any, saved: State) -> State | None:
 
 
 def _with_inner(dataset: Any, state: State) -> State:
-    """Add the dataset's own state to each leg saved before a worker began it, because a different leg may change it."""
+    """Add the dataset's state to each leg saved before a worker began it, because a different leg may change it."""
     if not is_stateful(dataset) or is_iterator(dataset):
         return state
     if state["boundary"] and state["dataset"] is None:
@@ -155,7 +155,7 @@ def _redistribute(dataset: Any, states: DatasetStates) -> State | None:
 
 
 def _nothing(dataset: Any, legs: DatasetStates) -> State:
-    """Return the inner state of a shard that gets no unfinished leg. The shard takes part again in the next epoch."""
+    """Return the dataset's state for a shard that gets no unfinished leg, and rejoins in the next epoch."""
     inner = [leg for leg in legs if leg["dataset"] is not None]
     for leg in inner:
         if has_ended(leg):
@@ -166,7 +166,7 @@ def _nothing(dataset: Any, legs: DatasetStates) -> State:
 
 
 def _inner_part(dataset: Any, legs: DatasetStates, shard: int, shards: int) -> State:
-    """Return the inner state of one shard, given the states of unfinished legs."""
+    """Return the dataset's state for one shard, given the states of unfinished legs."""
     inner = copy.deepcopy([leg["dataset"] if leg["iterator"] is None else leg["iterator"] for leg in legs])
     part = dataset.deaggregate_state_dict(dataset.aggregate_state_dict(inner), shard, shards)
     if legs[0]["iterator"] is not None and not is_iterator(dataset):

@@ -28,11 +28,11 @@ class StreamFetcher:
     - `samples`: how many samples to skip after restoring these two states.
     - `begun`, `ended`: whether a sample of this leg was yielded in this epoch, and whether the leg has ended. With
       `boundary`, `ended` is whether the dataset has ended in an earlier epoch.
-    - `boundary`: whether the inner states were saved between two epochs.
+    - `boundary`: whether `dataset` and `iterator` were saved between two epochs.
     - `owner`, `shard`: (number, shards) of the process, and (number, shards) under which this leg is read.
     - `waiting`: the remaining legs of this epoch.
 
-    The loader records all this, because the inner states may not.
+    The loader records all this, because the dataset's state may not contain it.
     """
 
     def __init__(

@@ -195,8 +195,9 @@ def withdrawn(
     """Withdraw `removed` samples from the exclusions, from a position on.
 
     Returns:
-        The exclusions, where an exclusion withdrawn even in part ends at `position` (or is dropped if it began there).
-        Then the selections of samples, and of positions, in such exclusions that must be excluded again from there on.
+        The new exclusions, then a list of selections of samples, and a list of selections of positions. An exclusion
+        withdrawn in whole or in part ends at `position`, or is dropped if it began there. The lists contain the parts
+        of such exclusions that were not withdrawn, to be excluded again from `position` on.
     """
     kept: list[Exclusion] = []
     samples: list[Selection] = []

@@ -112,7 +112,7 @@ class OrderPlan:
         sizes: Mapping[str, int],
         order: Callable[[Exclusions], ElasticSequence],
     ) -> Exclusions:
-        """Exclude the samples that this plan adds from `position` on, and withdraw exclusions that it no longer has.
+        """From `position` on, exclude the samples that this plan adds, and withdraw exclusions that it no longer has.
 
         Exclusions made by a call during the run are kept, even if the saved plan had the same samples. Positions are
         resolved again, because they may contain different samples now.

@@ -106,7 +106,7 @@ def segments_from_json(value: Any) -> tuple[Segment, ...]:
 
 
 def segment_at(segments: Sequence[Segment], position: int) -> Segment:
-    """Return the segment in force at a position. The segments must be sorted by start."""
+    """Return the segment that applies at a position. The segments must be sorted by start."""
     return segments[bisect_right(segments, position, key=lambda one: one.start) - 1]
 
 

@@ -161,7 +161,7 @@ class ElasticSequence:
         return found
 
     def shares_at(self, position: int) -> dict[str, float]:
-        """Return the share of each source in force at `position`."""
+        """Return the share of each source that applies at `position`."""
         quanta = self.spans.quanta_at(position)
         total = sum(quanta)
         return {name: share / total for name, share in zip(self.names, quanta, strict=True) if share}

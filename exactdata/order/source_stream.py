@@ -53,7 +53,7 @@ class _Gaps:
 
 @dataclass(frozen=True)
 class _Era:
-    """A range of samples with the same exclusions in force, from sample `number` to the start of the next era.
+    """A range of samples to which the same exclusions apply, from sample `number` to the start of the next era.
 
     Attributes:
         number: number of the first sample in the era.
