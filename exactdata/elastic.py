@@ -586,7 +586,7 @@ class ElasticSampler:
 
         Raises:
             SamplerStateError: the state is truncated or edited, or has a different version, seed or source size. Also
-                if its weights, segments, caps or sources differ and `allow_data_change` is not set.
+                raised if its weights, segments, caps or sources differ and `allow_data_change` is not set.
         """
         state = opened_state(state)
         for name, own in (("seed", self.seed), ("shuffle", self.shuffle)):

@@ -332,8 +332,8 @@ class MixtureSampler(_SeededSampler):
         temperature: T. Values above 1 flatten the mixture, values below 1 sharpen it.
 
     Raises:
-        SamplerError: weights are negative, not finite, all 0, or not one per source. Also raised if a source is drawn but has
-            fewer samples than there are ranks.
+        SamplerError: weights are negative, not finite, all 0, or not one per source. Also raised if a source is drawn
+            but has fewer samples than there are ranks.
     """
 
     def __init__(

@@ -96,8 +96,8 @@ def open_shard(path: Path, dtype: np.dtype[Any] | None) -> Tokens:
         dtype: dtype of the tokens, required for `.bin`. For `.npy`, None or the dtype in the file.
 
     Raises:
-        DataError: the file is missing or truncated, or its dtype is unknown or differs from `dtype`. Also raised if too many
-            files are open even after raising the limit to its maximum.
+        DataError: the file is missing or truncated, or its dtype is unknown or differs from `dtype`. Also raised if too
+            many files are open even after raising the limit to its maximum.
     """
     return with_more_files(path, lambda: _open(path, dtype))
 
