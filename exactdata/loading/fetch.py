@@ -1,6 +1,6 @@
 """Fetch the batch for given indices, in any process or thread. For iterable datasets, see `stream_fetch`.
 
-A map-style dataset may define one of the following, from slowest to fastest. `__getitem__(index)` returns a sample.
+A map-style dataset can be read in three ways, from slowest to fastest. `__getitem__(index)` returns a sample.
 `__getitems__(indices)` returns a list of samples. If the dataset has the attribute `collated = True`, `__getitems__`
 returns a finished batch of numpy arrays or tensors, which is passed on without a copy.
 """

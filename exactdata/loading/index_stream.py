@@ -7,9 +7,9 @@ There are three kinds of sampler:
 - *plain*: any other iterable. If the sampler or its iterator has a `state_dict`, that state is saved after each batch
   is drawn. Otherwise a resume iterates the sampler from its start and drops the first indices, without loading data.
 
-If a sampler's order may change in the middle of an iteration, its iterators have the methods of `ChangingIndices`.
-(They come from `iter_batches`, or from `__iter__` if the loader does not batch.) A change then takes effect at the next
-batch that the loader yields, even if more batches were prefetched.
+If a sampler's order may change in the middle of an iteration, the iterators from its `iter_batches` (or from `__iter__`
+if the loader does not batch) have the methods of `ChangingIndices`. A change then takes effect at the next batch that
+the loader yields, even if more batches were prefetched.
 """
 
 from __future__ import annotations

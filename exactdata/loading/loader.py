@@ -1,9 +1,9 @@
 """Provide StatefulDataLoader, a torch DataLoader whose position can be saved after any batch and restored.
 
 *Batches* and *samples* are counted from the start of the epoch, when they are yielded, not when they are prefetched. An
-*epoch* is one pass over the sampler or the iterable dataset. It ends with the StopIteration after its last batch. If a
-state is saved after the last batch but before that StopIteration, the resumed epoch has no batches left. A state saved
-after the StopIteration resumes at the next epoch.
+*epoch* is one pass over the sampler or the iterable dataset. An epoch ends with the StopIteration after its last batch.
+If a state is saved after the last batch but before that StopIteration, the resumed epoch has no batches left. A state
+saved after the StopIteration resumes at the next epoch.
 """
 
 from __future__ import annotations
@@ -165,9 +165,9 @@ class StatefulDataLoader(DataLoader[T_co]):
         """Begin an epoch, or resume the epoch that `load_state_dict` restored.
 
         A second `iter()` in the middle of an epoch restarts that epoch, as in torch, and the state follows the newest
-        iterator. The older iterator continues independently, except with persistent workers, which serve only one
-        iterator. The older iterator then yields the batches of the new one. After the last batch, `iter()` begins the
-        next epoch, even if the older iterator has not yet raised StopIteration.
+        iterator. The older iterator continues independently. With persistent workers, which serve only one iterator, it
+        instead continues as the new iterator. After the last batch, `iter()` begins the next epoch, even if the older
+        iterator has not yet raised StopIteration.
 
         Raises:
             LoaderStateError: the loaded state cannot be split over this number of workers.

@@ -157,8 +157,8 @@ def resolved(seed: int, streams: Sequence[SourceStream], segments: Sequence[Segm
     """Resolve the spans of an order, and add the exclusions to the streams.
 
     Segments and exclusions are processed in the order of their positions. An exclusion affects the streams only from
-    the position at which it was made. If it leaves a source without samples below its cap, the samples consumed before
-    must not change.
+    the position at which it was made. Even if it leaves a source without samples below its cap, the samples consumed
+    before must not change.
 
     Args:
         seed: seed of the order.
