@@ -61,7 +61,7 @@ def from_torchdata(state: Mapping[str, Any], stream: IndexStream, iterable: bool
         batches, since, main, fetched = state["_num_yielded"], 0, state, [state]
     if iterable or any(each[key] is not None for each in fetched for key in _FETCHED.required):
         raise _refused("is of a stream, or of a dataset with a state", "end the epoch with torchdata's loader")
-    drawn = main["_sampler_iter_state"] or main["_index_sampler_state"] or {}  # second: torchdata < 0.11
+    drawn = main["_sampler_iter_state"] or main["_index_sampler_state"] or {}  # the second key is for torchdata < 0.11
     if stream.one_by_one and "samples_yielded" not in drawn:
         drawn = {"samples_yielded": batches, "sampler_iter_state": main["_sampler_iter_state"]}
         drawn["sampler_state"] = main["_index_sampler_state"]

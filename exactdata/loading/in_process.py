@@ -73,7 +73,7 @@ class StreamEpoch(Epoch):
     def __init__(self, fetcher: StreamFetcher, position: EpochPosition, *rest: Any) -> None:
         super().__init__(position, *rest)
         self._fetcher = fetcher
-        self._watches = fetcher.watched  # until the first batch was fetched
+        self._watches = fetcher.watched  # True only until the first batch was fetched
 
     def _next(self) -> Any:
         first = self.position.samples

@@ -166,7 +166,7 @@ class TaskRunner(Dataset[Reply]):
         self.parent = os.getpid()
         self.worker = -1
         self._batches = self._legs = 0  # batches since the last state, and legs opened until that state
-        self._watches = isinstance(fetcher, StreamFetcher) and fetcher.watched  # until the first batch was fetched
+        self._watches = isinstance(fetcher, StreamFetcher) and fetcher.watched  # True only until the first batch
         if fetcher.collate_fn is default_collate:
             fetcher.collate_fn = collate_in_own_memory
 
