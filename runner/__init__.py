@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Modules only log. The program that imports them decides what is shown; training shows and records warnings.
+# The modules only emit log records. The importing program decides what to show. Training shows and records warnings.
 for _name in (__name__, "exactdata"):
     logging.getLogger(_name).addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:
-    """Import `Run`, `runs`, `compose` and `train` when they are used first."""
+    """Import `Run`, `runs`, `compose` and `train` on first use."""
     if name in ("Run", "runs", "compose", "train"):
         from runner import api
 
@@ -31,9 +31,10 @@ def __getattr__(name: str) -> Any:
 
 
 def load(run: Any, step: int | str | None = None, device: Any = "cpu", *, raw: bool = False) -> Loaded:
-    """Load the model of a run with the weights of a checkpoint. Every byte of the checkpoint is verified first.
+    """Load a run's model with the weights of a checkpoint. Every byte of the checkpoint is verified first.
 
-    Only the class that the run's config.yaml names as `model._target_` is executed. Nothing is written to the run.
+    Only the class that `model._target_` in the run's config.yaml names is executed. Nothing is written to the run
+    directory.
 
     Example:
         >>> import runner, torch
@@ -49,15 +50,16 @@ def load(run: Any, step: int | str | None = None, device: Any = "cpu", *, raw: b
 
     Args:
         run: a run directory, or a `Run`.
-        step: a step, `"best"`, or `"last"`, the default: the newest valid checkpoint.
+        step: a step number, `"best"`, or `"last"`. The default, `"last"`, is the newest valid checkpoint.
         device: the device to put the model on.
-        raw: load the trained weights instead of their average, if the run has one (`train.ema_decay`).
+        raw: whether to load the trained weights instead of their moving average, if the run keeps one
+            (`train.ema_decay`).
 
     Raises:
-        UserError: there is no such run or checkpoint, or the model cannot be created.
-        CheckpointError: the checkpoint is corrupt, or does not fit the model.
+        UserError: the run or the checkpoint does not exist, or the model cannot be created.
+        CheckpointError: the checkpoint is corrupt or does not fit the model.
     """
-    from runner.training.load import load as loaded  # not before it is used: torch takes seconds
+    from runner.training.load import load as loaded  # imported late, because torch takes seconds to import
 
     with unchained():
         return loaded(run, step, device, raw=raw)

@@ -1,7 +1,7 @@
-"""Run a command: `python -m runner [overrides]` trains; a first word without `=` names a command.
+"""Run a command. `python -m runner [overrides]` trains. If the first word contains no `=`, it names a command.
 
-A command is a module (see `runner.cli.base.commands`) whose `main(arguments)` returns the exit status. Each module
-imports only what it needs, so that a quick command does not wait for torch or Hydra.
+Each command is a module (see `runner.cli.base.commands`). Its `main(arguments)` returns the exit status. Each module
+imports only what it needs, so that quick commands do not wait for torch or Hydra.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from runner.system.signals import STOP
 from runner.system.terminal import flush_output, outlive_terminal
 
 HELP = ("-h", "--help")
-# Flags that print and start nothing, so Ctrl-C may end them at once.
+# Flags that print and start nothing. Ctrl-C may end these commands immediately.
 PRINTS = ("--hydra-help", "--version", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion")
 # Flags that take the next word as their value.
 TAKES_VALUE = ("-c", "--cfg", "-i", "--info", "-p", "--package", "-cd", "--config-dir", "-cn", "--config-name")
 
 
 def main() -> int:
-    """Run the command in `sys.argv` and return its exit status; see `runner.errors.ExitStatus`."""
+    """Run the command in `sys.argv` and return its exit status, a `runner.errors.ExitStatus`."""
     processes.end_with_parent()
     outlive_terminal()
     try:
         status = run(sys.argv[1:])
-    except BrokenPipeError:  # the reader has seen enough (`| head`)
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         status = int(ExitStatus.FINISHED)
     flush_output()
     return status
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command that `arguments` describe and return its exit status. Print the user errors of all commands."""
+    """Run the command in `arguments` and return its exit status. User errors of all commands are printed here."""
     try:
         with words_of_config():
             return _dispatch(arguments)
@@ -55,8 +55,8 @@ def run(arguments: Sequence[str]) -> int:
 
         return print_errors(FileError(f"{error.filename or 'the file system'}: {error.strerror or error}"))
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT  # as a shell reports it
-    except SystemExit as end:  # argparse has printed a command's help, or a user's class exits
+        return 128 + signal.SIGINT  # the status that a shell reports
+    except SystemExit as end:  # argparse has printed a command's help, or a user's class has called sys.exit
         if end.code is None or isinstance(end.code, int):
             return end.code or int(ExitStatus.FINISHED)
         print(end.code, file=sys.stderr)
@@ -65,7 +65,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _dispatch(arguments: Sequence[str]) -> int:
     word = arguments[0] if arguments else ""
-    if word == "help":  # `runner help status` is `runner status --help`
+    if word == "help":  # `runner help status` means `runner status --help`
         return _dispatch([*arguments[1:], "--help"])
     if not word or word[0] in "-+~" or "=" in word:
         return _train(arguments)
@@ -82,7 +82,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
 
 def _train(arguments: Sequence[str]) -> int:
-    """Start, resume or show the runs that the overrides describe."""
+    """Start, resume or print the runs that the overrides describe."""
     _refuse_late_command(arguments)
     if set(HELP) & set(arguments):
         print(text(config_dirs(arguments)), end="")
@@ -92,7 +92,7 @@ def _train(arguments: Sequence[str]) -> int:
         from runner.cli.base.show import show
 
         return show(arguments)
-    STOP.install()  # before the slow imports, so that no signal during them is lost
+    STOP.install()  # before the slow imports, so that no signal is lost while they run
     _find_own_classes()
     from runner.cli.start.start import start
 
@@ -100,19 +100,19 @@ def _train(arguments: Sequence[str]) -> int:
 
 
 def _find_own_classes() -> None:
-    """Add the current directory to `sys.path`, as `python -m` does and the `runner` script does not.
+    """Add the current directory to `sys.path`, because the `runner` script does not. `python -m` does.
 
-    A config may name classes that are in it.
+    The config may name classes defined in the current directory.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
 
 def _refuse_late_command(arguments: Sequence[str]) -> None:
-    """Refuse a command after its flags, such as `runner --json status`.
+    """Raise an error if a flag precedes the command, as in `runner --json status`.
 
     Raises:
-        UserError: a command is not the first word.
+        UserError: a command follows a flag.
     """
     for number, (before, word) in enumerate(pairwise(arguments), start=1):
         if word in COMMANDS and before not in TAKES_VALUE:

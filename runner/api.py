@@ -1,4 +1,4 @@
-"""Use the runner from Python: train a run from a script or a notebook, and read what is in a run directory."""
+"""Use the runner from Python: train runs from a script or a notebook, and read their run directories."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """A run, read from its directory. Each property reads the files again, so the values of a live run change.
+    """A run, read from its directory. Each property reads the files again, so values change while the run is live.
 
     Example:
         >>> import runner
@@ -80,7 +80,7 @@ class Run:
 
     @property
     def reason(self) -> str | None:
-        """Return why the run failed, why its job waits, or why it ended early; None if there is nothing to explain."""
+        """Return why the run failed, waits or ended early; None if there is nothing to explain."""
         return self._look().reason
 
     @property
@@ -89,7 +89,7 @@ class Run:
         return self._look().step
 
     def _look(self) -> State:
-        """Read the records, the lease and the job.
+        """Return the run's state from its records, its lease and its job.
 
         Raises:
             RunDirError: a record is malformed.
@@ -105,7 +105,7 @@ class Run:
 
     @property
     def notes(self) -> list[str]:
-        """Return the run's notes: `run.notes`, then those added with `runner note`."""
+        """Return the run's notes: first `run.notes`, then the notes added with `runner note`."""
         with reading(self._run):
             return labels(self._run)[1]
 
@@ -122,18 +122,18 @@ class Run:
             return trained(load_plain(self.path))
 
     def metrics(self) -> Any:
-        """Return the records of all steps: a pandas DataFrame, or lists by column if pandas is not installed.
+        """Return the records of all steps as a pandas DataFrame, or as a dict of lists if pandas is not installed.
 
-        Values per source or per optimizer have columns such as `loss_by_source/prose`.
+        Values per source or per optimizer are in columns such as `loss_by_source/prose`.
         """
         with reading(self._run):
             return _table(record for record in read_records(self._run.metrics) if "loss" in record)
 
     def evaluations(self) -> Any:
-        """Return the results of all evaluations, ordered by step, in the form of `metrics`.
+        """Return the results of all evaluations, ordered by step, in the same form as `metrics`.
 
-        They include the evaluations made during training and the results of `runner evaluate`. For the latter, the
-        column `settings` lists the settings that differ from the run's.
+        The rows include evaluations during training and those run with `runner evaluate`. For the latter, the column
+        `settings` lists the settings that differ from the run's settings.
         """
         with reading(self._run):
             during = [record for record in read_records(self._run.metrics) if "loss" not in record]
@@ -144,24 +144,24 @@ class Run:
         return _table(sorted([*during, *later], key=lambda record: int(record["step"])))
 
     def timings(self) -> Any:
-        """Return speed, data wait and memory over the steps (timings.jsonl), in the form of `metrics`."""
+        """Return speed, data wait and memory per step from timings.jsonl, in the same form as `metrics`."""
         with reading(self._run):
             return _table(read_records(self._run.timings))
 
     def artifacts(self) -> list[Artifact]:
-        """List the images and texts that callbacks logged, by name and step; `read()` of each returns its content."""
+        """List the images and texts that callbacks logged, by name and step. Read the content with `read()`."""
         with reading(self._run):
             return artifacts(self._run)
 
     @property
     def code(self) -> dict[str, Any]:
-        """Return what identifies the code: commits, and digests of uncommitted changes and of your own files."""
+        """Return the identity of the code: commits, and digests of uncommitted changes and of your own files."""
         with reading(self._run):
             return code_facts(files.read_object(self._run.code))
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Return the environment of the last start and the last attempt: package versions, platform, node, ranks."""
+        """Return the environment of the run's last start and last attempt: package versions, platform, node, ranks."""
         with reading(self._run):
             attempts = ended_attempts(self._run)
             last = attempts[-1] if attempts else files.read_object(self._run.attempt)
@@ -175,12 +175,12 @@ class Run:
 
     @property
     def attempts(self) -> list[dict[str, Any]]:
-        """Return the entries of attempts.jsonl: the attempts that have ended."""
+        """Return the entries of attempts.jsonl, one for each attempt that has ended."""
         with reading(self._run):
             return ended_attempts(self._run)
 
     def load(self, step: int | str | None = None, device: Any = "cpu", *, raw: bool = False) -> Loaded:
-        """Load the model of a checkpoint of this run; see `runner.load`."""
+        """Load the model from a checkpoint of this run; see `runner.load`."""
         from runner.training.load import load
 
         with unchained():
@@ -202,7 +202,7 @@ class Run:
 
 
 def runs(root: str | os.PathLike[str] = "outputs") -> list[Run]:
-    """List the runs in a directory and below it, ordered by path.
+    """List the runs in a directory and its subdirectories, ordered by path.
 
     Example:
         >>> import runner
@@ -214,10 +214,10 @@ def runs(root: str | os.PathLike[str] = "outputs") -> list[Run]:
         >>> best = min(finished, key=lambda run: min(run.metrics()["loss"]))
 
     Args:
-        root: the directory.
+        root: the directory to search.
 
     Raises:
-        RunDirError: there is no such directory.
+        RunDirError: the directory does not exist.
     """
     if not files.is_dir(Path(root)):
         raise RunDirError(f"{root} is not a directory: pass the one that holds the runs, such as outputs")
@@ -239,22 +239,22 @@ def compose(*overrides: str, config_dir: str | os.PathLike[str] | None = None) -
         train.step=20: no such option in train (did you mean 'steps'?); there are steps, epochs, ...
 
     Args:
-        overrides: as on the command line: `"data=mixture"`, `"train.steps=100"`.
-        config_dir: an additional directory of groups and experiments.
+        overrides: as on the command line, such as `"data=mixture"` or `"train.steps=100"`.
+        config_dir: an additional directory with config groups and experiments.
 
     Raises:
-        UserError: the overrides have errors; the message has one line for each.
+        UserError: some overrides are wrong; the message has one line for each error.
     """
     return _composed(overrides, config_dir).config
 
 
 def train(*overrides: str, config_dir: str | os.PathLike[str] | None = None) -> Run:
-    """Train the run that these overrides describe, or resume it, and return it once it is finished.
+    """Train or resume the run that these overrides describe, and return it once it has finished.
 
-    Training happens in a process of its own, as with the command. This process keeps its random generators, signal
-    handlers and threads, and the run is the same, bit for bit. The output of the run is copied to standard output and
-    error. With `launcher=slurm` the call returns once the job is submitted. If you press Ctrl-C or interrupt the
-    kernel, the run saves before KeyboardInterrupt is raised.
+    Training runs in a separate process, as it does for the command. This process keeps its random generators, signal
+    handlers and threads, and the results are bitwise identical to the command's. The run's output is copied to standard
+    output and error. With `launcher=slurm` the call returns once the job is submitted. If you press Ctrl-C or interrupt
+    the kernel, the run saves a checkpoint before KeyboardInterrupt is raised.
 
     Example:
         >>> import runner
@@ -269,11 +269,11 @@ def train(*overrides: str, config_dir: str | os.PathLike[str] | None = None) -> 
 
     Args:
         overrides: as on the command line.
-        config_dir: an additional directory of groups and experiments.
+        config_dir: an additional directory with config groups and experiments.
 
     Raises:
-        UserError: the overrides have errors, or the run failed; the message has its last lines.
-        KeyboardInterrupt: the run was interrupted and has saved.
+        UserError: some overrides are wrong, or the run failed; the message has the last lines of its output.
+        KeyboardInterrupt: you interrupted the run, and it has saved a checkpoint.
     """
     job = _composed(overrides, config_dir)
     more = [] if config_dir is None else ["--config-dir", os.fspath(config_dir)]
@@ -300,7 +300,7 @@ def _composed(overrides: Sequence[str], config_dir: str | os.PathLike[str] | Non
 
 
 def _carried_out(command: Sequence[str]) -> tuple[int, list[str]]:
-    """Run a command and wait for it to end. It ends at the latest when this process ends.
+    """Run a command and wait for it to end. If this process dies first, the command is ended too.
 
     Returns:
         The exit status of the command, and the lines that it wrote to standard error.
@@ -315,14 +315,14 @@ def _carried_out(command: Sequence[str]) -> tuple[int, list[str]]:
         stderr=processes.PIPE,
         text=True,
         errors="replace",
-        start_new_session=True,  # so that Ctrl-C reaches it only once, from here
+        start_new_session=True,  # so that only this process receives Ctrl-C and forwards it once
     )
     with process:
         return _followed(process)
 
 
 def _followed(process: processes.Process[str]) -> tuple[int, list[str]]:
-    """Copy the output of a process until it ends, and pass Ctrl-C on to it.
+    """Copy the output of a process until it ends, and forward Ctrl-C to it.
 
     Raises:
         KeyboardInterrupt: the user pressed Ctrl-C; the process has ended.
@@ -345,14 +345,14 @@ def _followed(process: processes.Process[str]) -> tuple[int, list[str]]:
             break
         except KeyboardInterrupt:
             interrupted = True
-            process.send_signal(signal.SIGINT)  # the run saves; a second SIGINT ends it at once
+            process.send_signal(signal.SIGINT)  # the run saves; a second SIGINT kills it immediately
     if interrupted:
         raise KeyboardInterrupt
     return status if status >= 0 else 128 - status, said
 
 
 def _copy(source: IO[str], to: TextIO, lines: list[str] | None) -> None:
-    """Copy lines to a stream and append them to `lines`. Ignore errors of the stream, which must not stop the run."""
+    """Copy lines to a stream and append them to `lines`. Ignore stream errors, because they must not stop the run."""
     for line in source:
         if lines is not None:
             lines.append(line.rstrip("\n"))
@@ -362,11 +362,11 @@ def _copy(source: IO[str], to: TextIO, lines: list[str] | None) -> None:
 
 
 def _table(records: Iterable[Mapping[str, Any]]) -> Any:
-    """Convert records to a DataFrame, or to lists by column; missing values are nan."""
+    """Convert records to a DataFrame or a dict of lists. Missing values are nan."""
     rows = [dict(flattened(record, "/")) for record in records]
     if importlib.util.find_spec("pandas") is not None:
         import pandas
 
         return pandas.DataFrame.from_records(rows)
-    names = dict.fromkeys(name for row in rows for name in row)  # without duplicates, in order of appearance
+    names = dict.fromkeys(name for row in rows for name in row)  # unique, in order of appearance
     return {name: [row.get(name, math.nan) for row in rows] for name in names}

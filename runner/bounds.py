@@ -1,4 +1,4 @@
-"""Define the allowed range of each number in a config, for the check of the config and for the class that uses it."""
+"""Define the allowed range of each number in a config, for the config check and for the class that uses it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 from runner.errors import UserError
 
-MAX_COUNT = 2**40  # of steps and the like: beyond what a machine can do, and far from any overflow
+MAX_COUNT = 2**40  # for counts, e.g. of steps: more than any machine can do, and far from overflow
 MAX_BATCH = 2**31
 MAX_SECONDS = 2**30
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The range from `least` to `most`.
+    """The range of numbers from `least` to `most`.
 
-    Both limits are included, unless `above` excludes `least` or `below` excludes `most`. An infinite `most` is no
-    limit.
+    Both limits are included, unless `above` excludes `least` or `below` excludes `most`. If `most` is infinite, there
+    is no upper limit.
     """
 
     least: float
@@ -27,7 +27,7 @@ class Bound:
     below: bool = False
 
     def allows(self, value: float) -> bool:
-        """Return whether a value is in the range. nan is not, and neither is a number that no float can hold."""
+        """Return whether `value` is in the range. Return False for nan and for integers too large for a float."""
         enough = self.least < value if self.above else self.least <= value
         return enough and (value < self.most if self.below else value <= self.most) and value != math.inf
 
@@ -51,7 +51,7 @@ BOUNDS = {
     "eval.every_steps": Bound(0, MAX_COUNT),
     "eval.batches": Bound(1, MAX_COUNT),
     "eval.batch_size": Bound(1, MAX_BATCH),
-    "run.threads": Bound(1, 1024),  # with more, torch crashes when it starts them
+    "run.threads": Bound(1, 1024),  # torch crashes when it starts more threads
     "run.lease_timeout_s": Bound(1, MAX_SECONDS),
     "data.sequence_length": Bound(1, MAX_COUNT),
     "data.vocab_size": Bound(2, MAX_COUNT),
@@ -84,10 +84,10 @@ OTHERS = {
     "scheduler.decay_steps": Bound(1, math.inf),
     "phases.NAME.start_step": Bound(0, MAX_COUNT),
     "phases.NAME.temperature": Bound(0, math.inf, above=True),
-    "phases.NAME.lr_scale": Bound(0, 1e15),  # the product of two fits into a float32
+    "phases.NAME.lr_scale": Bound(0, 1e15),  # so that the product of two factors fits into a float32
     **dict.fromkeys(("sampler.weights", "sampler.max_epochs", "data.weights", "phases.NAME.weights"), WEIGHT),
 }
-"""Ranges checked elsewhere, together with other settings. A dictionary's range holds for each of its values."""
+"""Ranges that other modules check, together with other settings. A dictionary's range applies to each value."""
 SEARCH = {
     "search.trials": Bound(1, 2**20),
     "search.reduction": Bound(2, 1024),
@@ -95,11 +95,11 @@ SEARCH = {
     "search.repeats": Bound(1, 1024),
     "search.keep": Bound(1, 2**20),
 }
-"""Ranges of the settings of a search. Only a command has them, not a run."""
+"""Ranges of search settings. Only commands have these settings. Runs do not."""
 
 
 def error(key: str, value: float | None) -> str | None:
-    """Return one line if the value of a key is out of its range. The schema checks where null is allowed."""
+    """Return an error line if the value of `key` is out of range. The schema checks whether null is allowed."""
     bound = BOUNDS[key]
     if value is None or bound.allows(value):
         return None
@@ -111,7 +111,7 @@ def error(key: str, value: float | None) -> str | None:
 
 
 def check(values: Mapping[str, float | None]) -> None:
-    """Check the arguments of a class, by config key.
+    """Check the arguments of a class, passed by config key.
 
     Raises:
         UserError: a value is out of its range.
@@ -122,12 +122,12 @@ def check(values: Mapping[str, float | None]) -> None:
 
 
 def of_intervals(least_s: float, most_s: float) -> str:
-    """Return the error for a shortest interval between saves that is longer than the longest one."""
+    """Return the error message for a minimum interval between saves that exceeds the maximum interval."""
     return f"checkpoint.max_interval_s={most_s} must be at least checkpoint.min_interval_s={least_s}"
 
 
 def _written(value: float) -> str:
-    """Format an upper limit, with powers of two as `2**40`."""
+    """Format an upper limit. Powers of two are written like `2**40`."""
     if value == 2**63 - 1:
         return "2**63 - 1"
     exponent = int(value).bit_length() - 1

@@ -1,7 +1,7 @@
-"""Define what `runner` and `launch` both rely on: the interfaces of a launcher and a job, and Slurm's job states.
+"""Define the interfaces that `runner` and `launch` share: the launcher, the job, and Slurm's job states.
 
-`runner` never imports `launch`; a config's `launcher._target_` connects them. `launch` imports only this module,
-`runner.errors`, `runner.rundir.paths` and `runner.system` from `runner`. This module imports only the standard library.
+`runner` never imports `launch`. The setting `launcher._target_` connects them. From `runner`, `launch` imports only
+this module, `runner.errors`, `runner.rundir.paths` and `runner.system`. This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class JobInfo:
-    """What a scheduler reports about a run's job, as long as it remembers the job.
+    """The scheduler's report on a run's job. Schedulers forget jobs some time after they end.
 
     Example:
         >>> from runner.contracts import JobInfo
@@ -29,24 +29,24 @@ class JobInfo:
     """
 
     job_id: str
-    # A live job is pending, running, suspended, requeued (waiting again after it ran) or ending (releasing its node;
-    # whether it will wait again is not known yet). A job that is over is completed, failed or cancelled.
+    # A live job is pending, running, suspended, requeued (waiting again after it ran) or ending (releasing its node,
+    # and possibly about to be requeued). A job that is over is completed, failed or cancelled.
     state: str
-    node: str | None = None  # the first node, once the job is running
-    reason: str | None = None  # why the job waits, or why it failed before an attempt could begin
+    node: str | None = None  # the first node, if the job is running
+    reason: str | None = None  # why the job waits, or why it failed before an attempt could start
     restarts: int = 0
-    waited_s: float | None = None  # how long a waiting job has waited
-    starts: float | None = None  # when the scheduler expects it to start, seconds since 1970
+    waited_s: float | None = None  # seconds that a pending job has waited
+    starts: float | None = None  # expected start time from the scheduler, in seconds since 1970
 
     @property
     def live(self) -> bool:
-        """Return whether the job is queued or running."""
+        """Return whether the job is not over, e.g. pending or running."""
         return self.state not in ("completed", "failed", "cancelled")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check that is made before anything runs; `runner doctor` prints it.
+    """The result of one check before a run starts, as printed by `runner doctor`.
 
     Example:
         >>> import shutil
@@ -65,15 +65,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class RankCounts:
-    """The numbers of ranks that an attempt of a run may have."""
+    """The possible numbers of ranks of an attempt."""
 
     counts: range = range(1, 2)
-    option: str = ""  # the setting that allows them, as the user wrote it: launcher.ranks=1-4
-    per_node: int | None = None  # ranks on each node, if there are or may be several nodes
+    option: str = ""  # the setting that allows these numbers, as the user typed it, e.g. launcher.ranks=1-4
+    per_node: int | None = None  # ranks per node, if the launcher may use several nodes
 
     @property
     def vary(self) -> bool:
-        """Return whether two attempts of a run may have different numbers of ranks."""
+        """Return whether attempts of the same run may have different numbers of ranks."""
         return len(self.counts) > 1
 
 
@@ -81,14 +81,14 @@ class RankCounts:
 class Launcher(Protocol):
     """Start runs on this machine or a cluster.
 
-    Everything about a run is in its directory; a launcher gets nothing else.
+    The run directory is the only input of a launcher.
 
-    A launcher never raises for a user's mistake. `check` returns it. `launch` prints one line to standard error that
-    names what was not started and why, and returns a nonzero status.
+    A launcher never raises for a user error. `check` returns such errors. `launch` prints one line to standard error
+    with the run that was not started and the reason, and returns a nonzero status.
 
     Example:
-        A launcher of your own, in my_launcher.py of the current directory; use it with
-        `runner experiment=smoke launcher._target_=my_launcher.NiceLauncher`.
+        To use your own launcher, put it into my_launcher.py in the current directory and run `runner experiment=smoke
+        launcher._target_=my_launcher.NiceLauncher`.
 
         >>> from launch.local import TRAINING, LocalLauncher
         >>> class NiceLauncher(LocalLauncher):
@@ -99,18 +99,18 @@ class Launcher(Protocol):
 
     @property
     def in_process(self) -> bool:
-        """Return whether the runs run on this machine.
+        """Return whether the runs are trained on this machine.
 
-        If so, the command trains a single run of one rank itself. It calls `launch` for all others and waits for them.
+        If so, the command itself trains a single run with one rank. In all other cases it calls `launch` and waits.
         """
 
     def rank_counts(self) -> RankCounts:
-        """Return how many ranks the launcher may start for each run.
+        """Return the numbers of ranks with which the launcher may start each run.
 
-        The command checks that the config allows them all.
+        The command checks that the config allows all of them.
 
         Raises:
-            UserError: the options do not determine them.
+            UserError: the number of ranks cannot be determined from the options.
         """
 
     @property
@@ -126,61 +126,61 @@ class Launcher(Protocol):
         """Return whether the command restarts failed runs."""
 
     def check(self, run_dirs: list[Path]) -> list[str]:
-        """Return the config errors that would keep `run_dirs` from running, one per line. Write and start nothing.
+        """Return the config errors that prevent `run_dirs` from running, one per line. Write and start nothing.
 
-        The command passes only the runs that it is about to start, so `check` may query a scheduler.
+        The command passes only runs that it is about to start, so `check` may query a scheduler.
         """
 
     def examine(self, save_s: float | None) -> list[Finding]:
-        """Check the place where the runs would run, for `runner doctor`.
+        """Check the machine or cluster where the runs would train, for `runner doctor`.
 
         Args:
-            save_s: how long a checkpoint takes, in seconds, if known.
+            save_s: the seconds that a checkpoint takes to save, if known.
         """
 
     def preview(self, run_dirs: list[Path]) -> str:
         """Describe what `launch` would start."""
 
     def launch(self, run_dirs: list[Path], attempt: str, guards: Sequence[files.Guard] = ()) -> int:
-        """Start the runs and return the exit status.
+        """Start the runs and return an exit status.
 
-        After an error, the runs that were already started keep running and are recorded in their run directories.
+        If an error occurs, runs that were already started keep running and are recorded in their run directories.
 
         Args:
-            run_dirs: one or more existing directories with everything that `attempt` needs, such as run directories.
-            attempt: `module:function`. Inside a scheduler's job the function is called as `function(run_dir, job=job)`
-                with a `Job`, and returns an exit status.
-            guards: the right to submit each run and to write its job.json for the duration of the call; empty: no other
-                process submits them.
+            run_dirs: existing directories, at least one, with everything that `attempt` needs. Usually run directories.
+            attempt: the function to call, as `module:function`. In a scheduler's job it is called as `function(run_dir,
+                job=job)` with a `Job`, and returns an exit status.
+            guards: the exclusive right to submit each run and to write its job.json during the call. If empty, no other
+                process submits these runs.
 
         Raises:
-            SupersededError: another command has taken over.
+            SupersededError: another command has taken over a run.
         """
 
     def follow(self, run_dirs: list[Path]) -> int:
-        """Show the launched runs until all have ended, and return the exit status. Called only if `wait` is set."""
+        """Show the launched runs until all have ended, and return an exit status. Called only if `wait` is true."""
 
     def cancel(self, run_dirs: list[Path]) -> dict[Path, str]:
-        """End the live jobs of these runs for good, and return what was ended for each run, such as `job 12_3`.
+        """Cancel the live jobs of these runs permanently. Return what was cancelled for each run, e.g. `job 12_3`.
 
-        Runs without a live job are not in the result.
+        Runs without a live job are omitted from the result.
 
         Raises:
-            OSError: the scheduler does not respond, or refuses.
+            OSError: the scheduler does not respond or refuses.
         """
 
     def jobs(self, run_dirs: list[Path]) -> dict[Path, JobInfo]:
-        """Return the jobs that the scheduler remembers, by run. Jobs that are over may be missing.
+        """Return the jobs that the scheduler knows, by run directory. Jobs that are over may be missing.
 
         Raises:
-            OSError: there is a scheduler and it does not respond, so the state is unknown.
+            OSError: the scheduler does not respond, so the state of the jobs is unknown.
         """
 
 
 class Job(Protocol):
-    """The job in which an attempt runs: its identity, why it was asked to stop, and how it is requeued.
+    """The job that an attempt runs in: its identity, why it was asked to stop, and how to requeue it.
 
-    The runner passes it to `module:function` of `Launcher.launch`.
+    The runner passes it to the `module:function` that was passed to `Launcher.launch`.
 
     Example:
         >>> from pathlib import Path
@@ -193,76 +193,76 @@ class Job(Protocol):
     """
 
     auto_restarts: bool
-    """Whether the attempt is restarted automatically, so that crash loops must be stopped."""
+    """Whether the attempt is restarted automatically. If so, crash loops have to be stopped."""
 
     max_timeouts: int | None
-    """How many time limits in a row without a new checkpoint stop the run; None: each counts as a failure."""
+    """The number of time limits in a row without a new checkpoint that stop the run. If None, each is a failure."""
 
     early_signal: int | None
     """A signal that arrived before the attempt installed its handlers."""
 
     def identity(self) -> dict[str, Any]:
-        """Return job_id, restart_count, host and node; several nodes as `nodes`.
+        """Return `job_id`, `restart_count`, `host` and `node`, or `nodes` if there are several.
 
-        A scheduler's job adds its `launcher` (`module.Class`), its `job_name`, and `submission`, which distinguishes it
-        from a later job with the same id.
+        A scheduler's job adds `launcher` (`module.Class`), `job_name` and `submission`. The submission distinguishes
+        jobs with the same id.
         """
 
     def began(self) -> float:
-        """Return when this start of the job got its nodes, or else when this process began (`clock.monotonic`)."""
+        """Return when this start of the job got its nodes, or else when this process began, by `clock.monotonic`."""
 
     def waited(self) -> dict[str, float]:
-        """Return the seconds before this start by the scheduler's clock: `hold_s` held back, `queue_s` queued.
+        """Return the seconds that the job was held (`hold_s`) and queued (`queue_s`) before this start.
 
-        Empty if they are not known.
+        The scheduler's clock measures them. Return an empty dictionary if they are not known.
         """
 
     def cause(self, signum: int) -> str:
         """Return why `signum` was sent: preempted, time limit, cancelled, requeued, node failure or interrupted."""
 
     def cause_of_loss(self, record: dict[str, Any]) -> str:
-        """Return the likely cause of the end of an earlier attempt that did not record its end.
+        """Return why an earlier attempt probably ended, if it did not record the cause.
 
         Args:
-            record: that attempt's entry in attempt.json.
+            record: the entry of that attempt in attempt.json.
         """
 
     def on_started(self) -> None:
-        """React to the start of the attempt, which is now in the attempt log."""
+        """React to the start of the attempt, after it has been recorded in the attempt log."""
 
     def yield_verdict(self, reason: str | None = None) -> bool:
-        """Leave the decision how the job ends to another rank, and return whether the job is then restarted.
+        """Let another rank decide how the job ends. Return whether the job is restarted afterwards.
 
         Args:
-            reason: why the attempt could not begin; None: this rank only reacts to another rank's failure.
+            reason: why the attempt could not start. If None, this rank only reacts to another rank's failure.
         """
 
     def record_verdict(self) -> None:
-        """Record that this rank decides how the job ends, unless it has yielded that. May be called repeatedly."""
+        """Record that this rank decides how the job ends, unless it called `yield_verdict`. May be called again."""
 
     def requeue_if_needed(self, cause: str) -> str:
-        """Requeue the job if `cause` requires it, after the save and on rank 0 alone.
+        """Requeue the job if `cause` requires it. Called on rank 0 only, after the last save.
 
         Returns:
-            The final cause, because a job may be cancelled while it saves.
+            The final cause. It may differ from `cause`, because a job can be cancelled while it saves.
         """
 
 
 def is_same_job(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two records, of holders or of attempts, belong to the same job.
+    """Return whether two records, of lease holders or of attempts, belong to the same job.
 
-    Slurm reuses job ids, so their submissions are compared too.
+    Slurm reuses job ids, so the submissions are compared too.
     """
     return all(one.get(key) == other.get(key) for key in ("job_id", "submission"))
 
 
-# Job states as in squeue(1), JOB STATE CODES. The state of a running job may be RUNNING, SUSPENDED, SIGNALING (until
-# every node has acknowledged a signal), STOPPED, RESIZING, or one of a later version. So the states of jobs that do
-# not run are listed, and every other state counts as running.
+# Job states as in squeue(1), JOB STATE CODES. A running job may be RUNNING, SUSPENDED, SIGNALING (until every node has
+# acknowledged a signal), STOPPED, RESIZING, or in a state that a later version adds. Therefore the states of jobs that
+# do not run are listed, and every other state is treated as running.
 SLURM_WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
-SLURM_SUSPENDED = frozenset({"SUSPENDED", "STOPPED"})  # hold their nodes, but make no steps
+SLURM_SUSPENDED = frozenset({"SUSPENDED", "STOPPED"})  # these jobs hold their nodes but do not train
 SLURM_ENDING = frozenset({"COMPLETING", "STAGE_OUT"})
-# The job is over; Slurm remembers it for some minutes (MinJobAge). The values are those of `JobInfo.state`.
+# The job is over. Slurm remembers it for some minutes (MinJobAge). The values are states of `JobInfo`.
 SLURM_OVER = {
     "COMPLETED": "completed",
     "CANCELLED": "cancelled",

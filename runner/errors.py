@@ -1,4 +1,4 @@
-"""Define the exit statuses, and the errors that are shown to the user as one line. Imports no torch, hydra or numpy."""
+"""Define the exit statuses, and the errors that the user sees as one line. Imports neither torch, hydra nor numpy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OWN = (Path(__file__).parent, Path(errors.__file__).parent)
 
 
 class ExitStatus(IntEnum):
-    """Exit statuses of `python -m runner`; scripts and schedulers may rely on them.
+    """Exit statuses of `python -m runner`. They are stable, so scripts and schedulers can use them.
 
     Example:
         >>> import subprocess, sys
@@ -31,19 +31,20 @@ class ExitStatus(IntEnum):
     """
 
     FINISHED = 0
-    FAILED = 1  # the training itself failed (a non-finite loss, a bug in a model)
+    FAILED = 1  # the training itself failed, e.g. with a non-finite loss or a bug in the model
     USAGE = 2  # an error in the command, the config or the data, found before training
     CRASH_LOOP = 70  # restarted too often without progress
-    LOCKED = 73  # another process works in this run directory
-    SUPERSEDED = 74  # a newer attempt holds the lease; this one wrote nothing more
-    INTERRUPTED = 75  # stopped by a signal, or it is not known whether a job was accepted: rerun the command
+    LOCKED = 73  # another process uses this run directory
+    SUPERSEDED = 74  # a newer attempt holds the lease; this attempt stopped writing
+    INTERRUPTED = 75  # stopped by a signal, or a job may not have been accepted: rerun the command
 
 
 class TrainingError(UserError):
-    """Training cannot continue, for example because of a non-finite loss; the last checkpoint is still valid.
+    """Training cannot continue, e.g. because of a non-finite loss. The last checkpoint is still valid.
 
     Example:
-        A task or a callback of your own may raise it. The run ends with status 1 and this line, without a traceback.
+        You can raise it in your own task or callback. The run ends with status 1 and prints this message without a
+        traceback.
 
         >>> import torch
         >>> from runner.errors import TrainingError
@@ -61,15 +62,15 @@ class DivergedError(TrainingError):
 
 
 class UnsavedError(TrainingError):
-    """The file system refused to take the last state of a run."""
+    """The file system did not accept the final checkpoint of a run."""
 
 
 class RunDirError(UserError):
-    """A run directory is malformed, unreadable or not trusted; other runs are not affected."""
+    """A run directory is malformed, unreadable or not trusted. Other runs are not affected."""
 
 
 class CheckpointError(UserError):
-    """No checkpoint can be used, or a checkpoint does not fit this run.
+    """No usable checkpoint exists, or a checkpoint does not fit this run.
 
     Example:
         >>> import runner
@@ -85,15 +86,15 @@ class CheckpointError(UserError):
 
 
 class UnreadableError(CheckpointError):
-    """The file system refused every attempt to read a checkpoint, so its content is unknown."""
+    """Every attempt to read a checkpoint failed with a file system error, so its content is unknown."""
 
 
 class MismatchError(CheckpointError):
-    """A checkpoint is intact, but its model, optimizer, precision or data are not those of the run that loads it."""
+    """An intact checkpoint has a different model, optimizer, precision or data than the run that loads it."""
 
 
 class CallbackError(UserError):
-    """A callback raised, and the config asks to stop in that case."""
+    """A callback raised an error, and the config says to stop in that case."""
 
     status = ExitStatus.FAILED
 
@@ -107,10 +108,10 @@ class FileError(UserError):
 class LockedError(UserError):
     """Another process holds this run directory.
 
-    The command ends with status 73, and the other process is not disturbed.
+    The command exits with status 73. The other process is not disturbed.
 
     Example:
-        `runner.train` raises it as a UserError with its status.
+        `runner.train` raises it as a `UserError` whose `status` is `ExitStatus.LOCKED`.
 
         >>> import runner
         >>> from runner.errors import ExitStatus, UserError
@@ -126,16 +127,16 @@ class LockedError(UserError):
 
 
 class StoppedError(UserError):
-    """A signal came before the attempt could begin; rerun the command."""
+    """A signal arrived before the attempt could start. Rerun the command."""
 
     status = ExitStatus.INTERRUPTED
 
 
 class SupersededError(UserError):
-    """A newer attempt holds the lease of the run directory; the older one must stop writing.
+    """A newer attempt holds the lease of the run directory, so the older attempt must stop writing.
 
     Example:
-        A launcher of your own checks its guards before it writes. It lets the error pass, and the command ends with
+        A custom launcher checks its guards before it writes. If it does not catch this error, the command exits with
         status 74.
 
         >>> from pathlib import Path
@@ -149,11 +150,11 @@ class SupersededError(UserError):
 
 
 class PeerError(UserError):
-    """Another rank of this job failed, ended, or does not respond. The cause is in that rank's output, not here."""
+    """Another rank of this job failed, ended, or does not respond. See that rank's output for the cause."""
 
     status = ExitStatus.FAILED
     reported = False
-    """Whether that rank reported a failure of its own, which already decides how the job ends."""
+    """Whether the other rank has reported its own failure, which already decides how the job ends."""
 
 
 class CrashLoopError(UserError):
@@ -170,10 +171,10 @@ class TimeoutsError(UserError):
 
 @contextmanager
 def unchained() -> Iterator[None]:
-    """Raise a user's mistake without the errors that led to it, because its message says what is wrong.
+    """Raise a user error without its chain of causes, because its message alone explains the problem.
 
     Raises:
-        UserError: the error raised in the block, without a cause.
+        UserError: an error raised in the block, now without a cause.
     """
     try:
         yield
@@ -182,21 +183,21 @@ def unchained() -> Iterator[None]:
 
 
 def refuse(errors: Iterable[str], kind: type[UserError] = UserError) -> None:
-    """Raise one error with a line for each of `errors`, if there are any.
+    """Raise a single error that has one line for each of `errors`. Do nothing if `errors` is empty.
 
     Args:
-        errors: the lines.
-        kind: the class of the error.
+        errors: the lines of the message.
+        kind: the exception class to raise.
 
     Raises:
-        UserError: there are errors; an instance of `kind`.
+        UserError: `errors` is not empty. The error is an instance of `kind`.
     """
     if lines := "\n".join(errors):
         raise kind(lines)
 
 
 def line_of_user(error: BaseException) -> str:
-    """Return ` (FILE, line N)`, the last traceback line outside installed packages, or an empty string."""
+    """Return the last traceback line outside installed packages as ` (FILE, line N)`; empty if there is none."""
     installed = (f"{os.sep}site-packages{os.sep}", f"{os.sep}lib{os.sep}python", "<frozen ")
     frames = [
         frame

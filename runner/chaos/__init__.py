@@ -1,4 +1,4 @@
-"""Prove that a configuration survives being killed: `runner chaos`.
+"""Test that a configuration survives being killed: `runner chaos`.
 
     plan.py           when each fault is injected: a pure function of the seed
     watch.py          observe a run from outside, by its files
@@ -9,6 +9,6 @@
     compare.py        compare two run directories, bit for bit
     report.py, display.py   the output for people
 
-The command line is in `runner.cli.chaos`. Nothing here trains: the runs are `python -m runner` processes, as a user
-would start them.
+The command line is in `runner.cli.chaos`. Nothing in this package trains. It starts the same `python -m runner`
+processes as a user would.
 """

@@ -1,4 +1,4 @@
-"""Compare two run directories bit for bit: every record of the metrics, every tensor, every random generator."""
+"""Compare two run directories bit for bit: all metrics records, tensors and random generators."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from runner.errors import CheckpointError
 from runner.rundir.paths import RunDir
 from runner.system import files
 
-# These depend on whether the checkpoint was saved before or after the evaluation of its step.
+# These entries depend on whether a step's checkpoint was saved before or after its evaluation.
 IGNORED = ("evaluated",)
-# State per rank: its generators, which rank-invariant training seeds for every micro-batch, and the number of batches
-# it has loaded. The position in the data and the digest of the consumed samples are in other entries.
+# State of each rank: its random generators, which rank-invariant training seeds for every micro-batch, and the number
+# of batches it has loaded. The data position and the digest of the consumed samples are in other entries.
 OF_RANKS = ("rng_by_rank", "dataloader", "dataloader_by_rank", "batch_shapes")
 
 
 @dataclass(frozen=True)
 class RunDifference:
-    """A difference between two runs: the step, the name of the value, and the value in each."""
+    """A value that differs between two runs, with its step, its name, and the value in each run."""
 
     step: int | None
     key: str
@@ -37,13 +37,13 @@ class RunDifference:
 
 @dataclass
 class Comparison:
-    """How much was compared, and the first difference of each kind."""
+    """The number of items compared, and the first difference of each kind."""
 
     records: int = 0
     checkpoints: list[int] = field(default_factory=list)
     tensors: int = 0
     values: int = 0
-    ranks: list[int] = field(default_factory=list)  # all numbers of ranks of attempts of the two runs
+    ranks: list[int] = field(default_factory=list)  # the numbers of ranks of all attempts of both runs
     differences: list[RunDifference] = field(default_factory=list)
 
     @property
@@ -51,14 +51,14 @@ class Comparison:
         return not self.differences
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values for a report."""
+        """Return the comparison as plain values, for a report."""
         return {**asdict(self), "identical": self.identical}
 
 
 def compare(reference: RunDir, other: RunDir) -> Comparison:
-    """Compare all metrics, and every checkpoint that both runs have; both must have the last one.
+    """Compare all metrics and every checkpoint that both runs have. Both must have the same last checkpoint.
 
-    If the number of ranks has changed, the train states are compared without the state per rank.
+    If the number of ranks changed, per-rank state is skipped in the comparison of train states.
     """
     found = Comparison(ranks=sorted({*_ranks(reference), *_ranks(other)}))
     compare_metrics(list(files.read_lines(reference.metrics)), list(files.read_lines(other.metrics)), found)
@@ -87,7 +87,7 @@ def compare_metrics(reference: list[Any], other: list[Any], found: Comparison) -
 
 
 def _record_difference(mine: Any, theirs: Any) -> RunDifference | None:
-    """Return the first difference of two records; None if they are equal."""
+    """Return the first difference between two records, or None if they are equal."""
     if mine is None or theirs is None or _label(mine) != _label(theirs):
         labels = ["no record" if record is None else _label(record) for record in (mine, theirs)]
         steps = [record["step"] for record in (mine, theirs) if record is not None]

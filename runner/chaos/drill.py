@@ -1,4 +1,4 @@
-"""Run a drill: a reference run, the same run under faults, and the outcome of each fault."""
+"""Run a drill: a reference run, the same run under faults, and a record of how the run handled each fault."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from runner.errors import UserError
 from runner.rundir.paths import RunDir
 from runner.system import files
 
-FUTILE_RUNS = 3  # in a row that finish before any fault is injected: there is no room for the rest
+FUTILE_RUNS = 3  # runs in a row without a fault, until the drill gives up: they are too short
 
 
 @dataclass
 class Drill:
-    """The reference in `root/reference`, and the runs under faults in `root/killed-1` and so on.
+    """A reference run in `root/reference`, and runs under faults in `root/killed-1`, `root/killed-2`, ...
 
-    There are several if a run finishes before all faults were injected. Injected faults are recorded in
+    If a run finishes before all faults are injected, the drill starts another one. Injected faults are recorded in
     `root/faults.jsonl`, so that an interrupted drill can be continued.
     """
 
@@ -38,7 +38,7 @@ class Drill:
     eval_every: int
     seed: int
     start_s: float = START_S
-    ranks: Sequence[int] = ()  # that an attempt may have
+    ranks: Sequence[int] = ()  # the numbers of ranks that an attempt may have
 
     @property
     def reference(self) -> RunDir:
@@ -49,15 +49,15 @@ class Drill:
         return self.root / "faults.jsonl"
 
     def killed(self) -> list[RunDir]:
-        """Return the runs under faults, in order."""
+        """Return the runs under faults, in order of creation."""
         found = self.root.glob("killed-*[0-9]")
         return [RunDir(path) for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))]
 
     def open(self, key: dict[str, Any]) -> bool:
-        """Create or reopen `root`. Return whether an interrupted drill of the same `key` is continued.
+        """Create or reopen `root`. Return True if it contains an interrupted drill with the same `key`.
 
         Raises:
-            UserError: `root` contains something else, or cannot be created.
+            UserError: `root` contains other files, or cannot be created.
         """
         mark = self.root / "drill.json"
         found = files.read_json(mark)
@@ -77,11 +77,11 @@ class Drill:
         return False
 
     def mark_over(self, key: dict[str, Any]) -> None:
-        """Record that this drill is over, so that the next one in `root` starts afresh."""
+        """Record that this drill is over, so that the next drill in `root` starts from the beginning."""
         files.write_json(self.root / "drill.json", {"key": key, "over": True})
 
     def outcomes(self) -> list[Outcome]:
-        """Return the outcomes of the faults so far, in order, checked against the attempt logs of the runs."""
+        """Return the outcomes of the faults injected so far, in order, checked against the runs' attempt logs."""
         outcomes = [Outcome(**line) for line in files.read_lines(self.journal)]
         for run in self.killed():
             attempts = {line.get("attempt"): line for line in files.read_lines(run.attempts)}
@@ -91,7 +91,7 @@ class Drill:
         return outcomes
 
     def run_reference(self, name: str = "reference") -> RunDir:
-        """Run to the end without a fault.
+        """Train the reference run to its end without faults.
 
         Raises:
             UserError: the configuration fails without faults.
@@ -108,7 +108,7 @@ class Drill:
         return stage.run
 
     def run_under_faults(self, plan: Sequence[PlannedFault]) -> None:
-        """Inject the remaining faults, in as many runs as necessary, and let each run finish.
+        """Inject the remaining faults in as many runs as needed, and let each run finish.
 
         Raises:
             BrokenError: a run ended unexpectedly, or hangs.
@@ -121,7 +121,7 @@ class Drill:
             injected = len(self.outcomes()) - len(done)
             if injected == len(left):
                 return
-            # In a quick run, or on a busy machine, some faults come too late.
+            # In a short run, or on a busy machine, some faults are not injected in time.
             futile = 0 if injected else futile + 1
             number += 1
 
@@ -141,7 +141,7 @@ class Drill:
         """Inject one fault and return its outcome.
 
         Raises:
-            TooLateError: the run has finished and nothing was injected.
+            TooLateError: the run finished before the fault could be injected.
         """
         if stage.run.finished.exists():
             raise TooLateError
@@ -178,7 +178,7 @@ class Drill:
             stage.stop()
 
     def leftover_errors(self) -> list[str]:
-        """Return one line for each temporary directory that finished runs have left behind."""
+        """Return one line for each temporary directory that a finished run left behind."""
         return [
             f"{path} was left behind by an interrupted save"
             for run in self.killed()
@@ -188,7 +188,7 @@ class Drill:
 
 
 def _check_next_attempt(outcome: Outcome, attempts: dict[Any, dict[str, Any]]) -> None:
-    """Mark the outcome as unanswered if the next attempt did not resume at the required step."""
+    """Mark the outcome as unanswered if the next attempt did not resume at the expected step."""
     following = attempts.get((outcome.attempt or 0) + 1)
     if outcome.attempt is None or following is None or outcome.resumes_at is None:
         return

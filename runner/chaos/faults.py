@@ -1,6 +1,6 @@
-"""Define the kinds of fault. Each waits for its trigger, injects itself, and checks the reaction of the run.
+"""Define the kinds of fault. Each waits for its trigger, injects the fault, and checks how the run reacts.
 
-A kind is a class with a name; `@kind` registers it, which adds it to `--faults`, the help and the report.
+Each kind is a class with a name. `@kind` registers it, so that it appears in `--faults`, the help and the report.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from runner.checkpoint.files.directory import Folder, store_of
 from runner.checkpoint.files.store import step_name
 from runner.errors import CheckpointError, ExitStatus
 
-SMALLEST_LIMIT = 8192  # bytes of a file that may always be written, enough for the status
+SMALLEST_LIMIT = 8192  # writes up to this file size in bytes always succeed, which is enough for the status
 
 
 class Fault(ABC):
     """One kind of fault.
 
     Attributes:
-        name: for `--faults` and the report.
-        about: what is done to the run.
-        requires: what the run must do.
-        triggers: when it may be injected into a process on this machine.
-        job_triggers: the same for a Slurm job, if different.
-        any_ranks: whether it needs a run whose result does not depend on the number of ranks.
+        name: the name used in `--faults` and the report.
+        about: what the fault does to the run.
+        requires: how the run must react.
+        triggers: when the fault may be injected into a process on this machine.
+        job_triggers: when the fault may be injected into a Slurm job, if different.
+        any_ranks: whether the fault needs a run whose result does not depend on the number of ranks.
     """
 
     name: ClassVar[str]
@@ -45,7 +45,7 @@ class Fault(ABC):
     any_ranks: ClassVar[bool] = False
 
     def triggers_for(self, local: bool) -> tuple[str, ...]:
-        """Return the triggers for a process on this machine, or for a job."""
+        """Return the triggers for a process on this machine if `local`, else those for a job."""
         return self.triggers if local or self.job_triggers is None else self.job_triggers
 
     @abstractmethod
@@ -54,7 +54,7 @@ class Fault(ABC):
 
         Raises:
             TooLateError: the run finished first.
-            UnansweredError: the run did not do what the fault requires.
+            UnansweredError: the run did not react as the fault requires.
         """
 
 
@@ -62,7 +62,7 @@ KINDS: dict[str, Fault] = {}
 
 
 def kind(cls: type[Fault]) -> type[Fault]:
-    """Register a kind of fault by its name."""
+    """Register a kind of fault under its name."""
     KINDS[cls.name] = cls()
     return cls
 
@@ -146,7 +146,7 @@ class Sigkill(Fault):
     about = "SIGKILL during startup, in a step, in an evaluation"
     requires = "resumes from the newest checkpoint, which is intact"
     triggers: ClassVar[tuple[str, ...]] = ("start", "step", "step", "evaluation")
-    job_triggers = ("after a save",)  # three kills in a row without a save stop a job: a crash loop
+    job_triggers = ("after a save",)  # three kills in a row without a save are a crash loop, which stops the job
     in_a_job = True
 
     def inject(self, stage: Stage, planned: PlannedFault) -> str:
@@ -179,7 +179,7 @@ class SigkillRename(SigkillSave):
 
 @kind
 class Shape(Fault):
-    """A machine that comes back with fewer or more GPUs."""
+    """Restart the run with fewer or more ranks, as after a node loses or gains GPUs."""
 
     name = "shape"
     about = "SIGTERM or SIGKILL, then the run comes back with another number of ranks"
@@ -236,7 +236,7 @@ class DiskFull(Fault):
 
     @staticmethod
     def ended(stage: Stage) -> Exception:
-        """Return the error if training ended. A run that cannot make its very last save is right to fail."""
+        """Return the error to raise after training has ended. A run that cannot save its last step should fail."""
         status = stage.target.ended()
         if stage.watch.step() >= stage.steps:
             return TooLateError()
@@ -244,7 +244,7 @@ class DiskFull(Fault):
 
     @staticmethod
     def _limit(stage: Stage) -> int:
-        """Return half the size of the largest file of a checkpoint, so that a save fails in the middle of it."""
+        """Return half the size of a checkpoint's largest file, so that a save fails partway."""
         newest_one = max(stage.committed(), key=_step)
         largest = max(path.stat().st_size for path in newest_one.iterdir())
         return max(largest // 2, SMALLEST_LIMIT) if largest > SMALLEST_LIMIT else 0
@@ -316,7 +316,7 @@ class Frozen(Fault):
         older.unfreeze()
         status = stage.wait_for_end(older)
         if status == ExitStatus.FINISHED and stage.injected_at[0] >= stage.steps:
-            raise TooLateError  # it had saved its last step, so nothing was left to take over
+            raise TooLateError  # the run had already saved its last step, so there was nothing to take over
         if status != ExitStatus.SUPERSEDED:
             raise UnansweredError(f"the older ended with status {status} instead of 74: {older.tail()}")
         if written := stage.committed(fence) - before:
@@ -325,7 +325,7 @@ class Frozen(Fault):
 
 
 def kill(stage: Stage) -> None:
-    """Send SIGKILL to the run and check that this ends it."""
+    """Send SIGKILL to the run and check that the run dies."""
     stage.target.send(signal.SIGKILL)
     status = stage.wait_for_end()
     if status == ExitStatus.FINISHED:
@@ -335,7 +335,7 @@ def kill(stage: Stage) -> None:
 
 
 def newest(stage: Stage) -> int:
-    """Return the step of the newest checkpoint after reading every byte of it; 0 if there is none yet."""
+    """Return the step of the newest checkpoint after reading every byte of it, or 0 if there is no checkpoint yet."""
     try:
         found = choice.newest(store_of(stage.run))
     except CheckpointError as error:
@@ -344,7 +344,7 @@ def newest(stage: Stage) -> int:
 
 
 def flip(checkpoint: Path, draw: random.Random) -> str:
-    """Change one byte of a file of `checkpoint`, and return a description of that byte."""
+    """Change one byte in a file of `checkpoint`, and describe the changed byte."""
     path = draw.choice(sorted(path for path in checkpoint.iterdir() if path.stat().st_size))
     offset = draw.randrange(path.stat().st_size)
     with open(path, "r+b") as file:
@@ -356,7 +356,7 @@ def flip(checkpoint: Path, draw: random.Random) -> str:
 
 
 def shortened(text: str, length: int = 90) -> str:
-    """Return the beginning of `text`."""
+    """Truncate `text` to one line of at most `length` characters."""
     return text if len(text) <= length else text[: length - 1].rstrip() + "…"
 
 

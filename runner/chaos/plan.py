@@ -1,4 +1,4 @@
-"""Plan when each fault is injected, as a pure function of the seed, and record the outcomes."""
+"""Plan when each fault is injected, as a pure function of the seed, and define the record of an outcome."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-# The part of a run in which faults are injected: no step would follow a fault at the very end.
+# Faults are injected in this first part of a run, because no step would follow a fault at the very end.
 BUSY = 0.8
 
 
 @dataclass(frozen=True)
 class PlannedFault:
-    """One fault of the plan.
+    """One planned fault.
 
     Attributes:
-        number: counted from 1.
+        number: the number of the fault, from 1.
         kind: the name of the kind of fault.
         trigger: the name of the trigger to wait for.
-        step: the trigger counts only once this many steps are complete.
-        fraction: in [0, 1): how far into the start of an attempt, if the trigger is `start`; which byte, if one is
-            flipped.
+        step: the earliest step; the trigger is ignored until this many steps are complete.
+        fraction: a number in [0, 1). It chooses how far into the start of an attempt the fault is injected if the
+            trigger is `start`, or which byte is flipped.
     """
 
     number: int
@@ -35,12 +35,12 @@ class Outcome:
     """The outcome of one injected fault.
 
     Attributes:
-        step: complete steps of the run when the fault was injected.
-        attempt: the attempt in progress then.
-        answer: what the run did, in words.
-        answered: whether that is what the fault requires.
-        resumes_at: the step at which the next attempt has to resume; None if there is none.
-        steps_lost: steps from there to `step`, which are trained again.
+        step: the number of complete steps when the fault was injected.
+        attempt: the number of the attempt that was in progress.
+        answer: a description of how the run reacted.
+        answered: whether the run reacted as the fault requires.
+        resumes_at: the step at which the next attempt must resume; None if nothing is required.
+        steps_lost: the number of steps between `resumes_at` and `step`, which are trained again.
     """
 
     number: int
@@ -56,12 +56,12 @@ class Outcome:
 
 
 def make_plan(triggers: Mapping[str, Sequence[str]], count: int, steps: int, seed: int) -> list[PlannedFault]:
-    """Plan `count` faults, ordered by step, with each kind at least once if `count` allows.
+    """Plan `count` faults, ordered by step. Each kind occurs at least once if `count` is large enough.
 
     Args:
-        triggers: the kinds to choose from, each with its possible triggers.
-        count: how many faults.
-        steps: length of the run.
+        triggers: the possible triggers of each kind of fault, by kind.
+        count: the number of faults.
+        steps: the length of the run.
         seed: the same seed gives the same plan.
     """
     draw = random.Random(f"plan {seed}")
@@ -76,13 +76,13 @@ def make_plan(triggers: Mapping[str, Sequence[str]], count: int, steps: int, see
 
 
 def replan(left: Sequence[PlannedFault], steps: int, seed: int, round_number: int) -> list[PlannedFault]:
-    """Spread the faults that a run was too short for over another run of the same length.
+    """Distribute the faults that a run was too short for over another run of the same length.
 
     Args:
         left: the faults that were not injected.
-        steps: length of the run.
+        steps: the length of the run.
         seed: the same seed gives the same plan.
-        round_number: how often this was done; each time the faults come earlier.
+        round_number: how many times the faults have been replanned; each time they are injected earlier.
     """
     draw = random.Random(f"plan {seed} again {round_number}")
     order = list(left)
@@ -92,6 +92,6 @@ def replan(left: Sequence[PlannedFault], steps: int, seed: int, round_number: in
 
 
 def spread(draw: random.Random, count: int, steps: int) -> list[int]:
-    """Draw `count` steps in ascending order, one in each part of the busy time of a run of `steps` steps."""
+    """Draw `count` steps in ascending order, one in each of `count` equal parts of the run's first `BUSY` fraction."""
     last = max(1, int(steps * BUSY))
     return [min(last, max(1, round((index + draw.random()) * last / count))) for index in range(count)]

@@ -25,7 +25,7 @@ from runner.system.files import write_atomic
 COLUMNS = ("fault", "injected", "at step", "steps lost", "what the run did")
 DETAILS = ("#", "fault", "trigger", "run", "step", "steps lost", "what the run did")
 RIGHT, WRONG = "✓", "✗"
-POINTS = 1000  # of a curve
+POINTS = 1000  # the maximum number of points of a curve
 
 
 @dataclass
@@ -34,18 +34,18 @@ class Result:
 
     command: str
     config: str  # the run's readable name
-    settings: list[str]  # changes to the configuration
+    settings: list[str]  # what the drill changed in the configuration, one sentence each
     seed: int
     plan: list[PlannedFault]
     outcomes: list[Outcome]
-    comparisons: dict[str, Comparison]  # by the name of the run under faults
-    errors: list[str]  # other errors
+    comparisons: dict[str, Comparison]  # by name of the run under faults
+    errors: list[str]  # all other errors
     reference: RunDir
     killed: list[RunDir]
 
     @property
     def missing(self) -> list[PlannedFault]:
-        """Return the planned faults that could not be injected."""
+        """Return the planned faults that were not injected."""
         done = {outcome.number for outcome in self.outcomes}
         return [fault for fault in self.plan if fault.number not in done]
 
@@ -55,17 +55,17 @@ class Result:
 
     @property
     def good(self) -> bool:
-        """Return whether the results are identical, every fault was injected, and the run did what each requires."""
+        """Return whether the results are identical, all faults were injected, and the run reacted as required."""
         answered = all(outcome.answered for outcome in self.outcomes)
         return self.identical and answered and not self.missing and not self.errors
 
     @property
     def steps_lost(self) -> int:
-        """Return the steps trained more than once, because of all faults."""
+        """Return the total number of steps that were trained again because of faults."""
         return sum(outcome.steps_lost for outcome in self.outcomes)
 
     def verdict(self) -> list[str]:
-        """Return the verdict in one line, then one line for each reason against it."""
+        """Return the verdict in one line, followed by one line for each reason if the drill failed."""
         lines = [f"{run}: {first}" for run, found in self.comparisons.items() for first in map(str, found.differences)]
         lines += [f"fault {o.number}, {o.kind} at step {o.step}: {o.answer}" for o in self.outcomes if not o.answered]
         if self.missing:
@@ -109,7 +109,7 @@ class Result:
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
-    """Return one row for each kind of fault; see `COLUMNS`."""
+    """Return one table row per kind of fault, with the columns in `COLUMNS`."""
     found: list[tuple[str, ...]] = []
     for kind in dict.fromkeys(outcome.kind for outcome in outcomes):
         own = [outcome for outcome in outcomes if outcome.kind == kind]
@@ -140,7 +140,7 @@ def show(result: Result, console: Console) -> None:
 
 
 def write(result: Result, path: Path) -> None:
-    """Write the report, as JSON or else as HTML.
+    """Write the report as JSON if `path` ends in .json, else as HTML.
 
     Raises:
         UserError: the file cannot be written.
@@ -154,7 +154,7 @@ def write(result: Result, path: Path) -> None:
 
 
 def _results(result: Result) -> list[RunResults]:
-    """Read the results of the reference and the runs under faults."""
+    """Read the results of the reference run and of the runs under faults."""
     found = [read_run(run, run.path.parent, POINTS) for run in (result.reference, *result.killed)]
     for run in found:
         run.state = str(run.status.get("state", ""))
@@ -176,7 +176,7 @@ def _single(outcome: Outcome) -> tuple[Any, ...]:
 
 
 def as_html(result: Result) -> str:
-    """Render the report as one HTML file: the verdict and the faults, then the runs side by side."""
+    """Render the report as one HTML page: the verdict, the faults, and a comparison of the runs."""
     first, *rest = result.verdict()
     singles = [[str(cell) for cell in _single(outcome)] for outcome in result.outcomes]
     parts = [

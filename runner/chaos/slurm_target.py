@@ -1,4 +1,4 @@
-"""Inject faults into the job of a run, through the queue: the target for `launcher=slurm`."""
+"""Inject faults into a run's Slurm job. This is the target for `launcher=slurm`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from runner.errors import ExitStatus, UserError
 from runner.rundir.paths import RunDir
 from runner.system import clock, files, processes
 
-ENDING_S = 4.0  # by then the batch script of the last attempt has ended
-ASK_EVERY_S = 0.3  # do not flood the controller
+ENDING_S = 4.0  # after this time the batch script of the last attempt has ended
+ASK_EVERY_S = 0.3  # limits the load on the Slurm controller
 
 
 class SlurmTarget:
-    """The jobs of one run: submitted with the user's own command, requeued by Slurm.
+    """The Slurm jobs of one run. The user's own command submits them, and Slurm requeues them.
 
-    Slurm delays a requeued job by two minutes; the drill lets it start at once.
+    Slurm delays a requeued job by two minutes. The drill releases it immediately.
 
     Args:
-        command: submits the run.
+        command: the command that submits the run.
         run_dir: the run directory.
-        log: file for the output of the command.
+        log: the file for the command's output.
     """
 
     def __init__(self, command: Sequence[str], run_dir: Path, log: Path) -> None:
@@ -43,10 +43,10 @@ class SlurmTarget:
 
     @property
     def job_id(self) -> str | None:
-        """Return the id of the job that was submitted last."""
+        """Return the id of the last submitted job."""
         return files.read_object(self.run.job).get("job_id")
 
-    # While the job is queued or running, the command reports that and submits nothing.
+    # While the job is queued or running, the command reports this and submits nothing.
     refusals: tuple[int, ...] = (int(ExitStatus.FINISHED), int(ExitStatus.LOCKED))
 
     def begin(self) -> None:
@@ -64,9 +64,9 @@ class SlurmTarget:
             raise UserError(f"the run could not be submitted: {submitting.tail()}")
 
     def _nudge(self, state: Mapping[str, str]) -> None:
-        """Let a delayed job start at once, but only after the batch script of its last attempt has ended.
+        """Release a delayed job immediately, but only after the batch script of its last attempt has ended.
 
-        Otherwise Slurm would take the end of that script for the end of the next attempt.
+        If released earlier, Slurm would mistake the end of that script for the end of the next attempt.
         """
         if state.get("JobState") not in SLURM_WAITING:
             self._waiting_since = None
@@ -80,7 +80,7 @@ class SlurmTarget:
     def ended(self) -> int | None:
         state = self._show()
         if int(state.get("Restarts", self._restarts)) > self._restarts:
-            # The old attempt is over only when the job waits again.
+            # The old attempt is over only once the job is pending again.
             return self._status() if state.get("JobState") != "COMPLETING" else None
         if _is_over(state):
             return self._status()
@@ -113,7 +113,7 @@ class SlurmTarget:
         _ask(*step, "kill", "-KILL", str(attempt.get("pid")))
 
     def requeue(self) -> None:
-        """Requeue the job, as an administrator would, or Slurm without a grace time."""
+        """Requeue the job, as an administrator would, or as Slurm does for a preemption without grace time."""
         _ask("scontrol", "requeue", str(self.job_id))
 
     def cancel(self) -> None:
@@ -130,7 +130,7 @@ class SlurmTarget:
         raise UserError("writes of a job on another machine cannot be limited: remove disk-full from --faults")
 
     def another(self) -> LocalTarget:
-        """Return a rerun of the command, which must be refused before it submits anything."""
+        """Return a rerun of the command. It must be refused before it submits anything."""
         return LocalTarget(self.command, self.log)
 
     def wait(self, timeout_s: float) -> int | None:
@@ -152,13 +152,13 @@ class SlurmTarget:
         return "\n".join(text.splitlines()[-TAIL_LINES:])
 
     def _show(self, fresh: bool = False) -> dict[str, str]:
-        """Return what Slurm reports about the job; empty if there is no job."""
+        """Return the fields that Slurm reports for the job, or an empty dictionary if there is no job."""
         now = clock.monotonic()
         if fresh or now - self._asked >= ASK_EVERY_S:
             self._asked = now
             job_id = self.job_id
             text = _ask("scontrol", "show", "job", "-o", job_id) if job_id else ""
-            if text is not None:  # else the controller is busy, and its last answer is kept
+            if text is not None:  # if None, the controller is busy, and its last answer is kept
                 self._answer = dict(word.split("=", 1) for word in text.split() if "=" in word)
         return self._answer
 
@@ -169,7 +169,7 @@ def _is_over(state: Mapping[str, str]) -> bool:
 
 
 def _ask(*command: str) -> str | None:
-    """Return the output of a Slurm command; empty if there is no such job, None if the command failed otherwise."""
+    """Return the output of a Slurm command: empty if the job does not exist, None after other errors."""
     try:
         done = processes.run(command, capture_output=True, text=True, timeout=STOPPING_S, check=False)
     except subprocess.TimeoutExpired:

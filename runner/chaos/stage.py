@@ -1,4 +1,4 @@
-"""Observe and control one run directory under faults, and decide when a fault may be injected."""
+"""Observe and control a run under faults, and decide when a fault may be injected."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from runner.errors import ExitStatus, TrainingError
 from runner.rundir.paths import RunDir
 from runner.system import clock, files
 
-PATIENCE_S = 900.0  # a run without a step, a new holder or a line of output for so long hangs
+PATIENCE_S = 900.0  # a run hangs if it has no step, new holder or line of output for this long
 POLL_S = 0.0003
 SHOW_EVERY_S = 0.2
-START_S = 1.0  # from acquiring the lease to the first step, until it has been measured
+START_S = 1.0  # initial estimate of the time from acquiring the lease to the first step
 
 
 class TooLateError(Exception):
@@ -26,7 +26,7 @@ class TooLateError(Exception):
 
 
 class UnansweredError(Exception):
-    """The run did not do what the fault requires; the message says what it did instead."""
+    """The run did not react as the fault requires. The message describes how it reacted."""
 
 
 class BrokenError(TrainingError):
@@ -35,7 +35,7 @@ class BrokenError(TrainingError):
 
 @dataclass
 class Stage:
-    """One run directory under faults."""
+    """A run under faults, with its directory and the processes or job that train it."""
 
     run: RunDir
     target: Target
@@ -44,7 +44,7 @@ class Stage:
     save_every: int
     eval_every: int
     start_s: float = START_S
-    ranks: Sequence[int] = ()  # numbers of ranks that an attempt may have
+    ranks: Sequence[int] = ()  # the numbers of ranks that an attempt may have
     targets: list[Target] = field(default_factory=list)
     resumes_at: int | None = None
     steps_lost: int = 0
@@ -58,15 +58,15 @@ class Stage:
         self.targets.append(self.target)
 
     def ensure_running(self) -> None:
-        """Start an attempt unless one is running."""
+        """Start an attempt if none is running."""
         if self.target.ended() is not None or self._metrics is None:
             self._metrics = self._metrics_state()
         self.target.begin()
 
     def _metrics_state(self) -> tuple[int, int]:
-        """Return a value that changes when an attempt truncates, replaces or extends the metrics.
+        """Return a value that changes whenever an attempt truncates, replaces or extends metrics.jsonl.
 
-        An attempt does so only after it has restored its state.
+        An attempt changes the file only after it has restored its state.
         """
         try:
             state = self.run.metrics.stat()
@@ -75,16 +75,16 @@ class Stage:
         return state.st_ino, state.st_mtime_ns
 
     def freeze_at(self, planned: PlannedFault) -> None:
-        """Wait until the trigger of a fault is true, and freeze the run there if possible.
+        """Wait until a fault's trigger is true, and freeze the run at that moment if possible.
 
         Raises:
             TooLateError: the run finished first.
-            BrokenError: it ended unexpectedly, or hangs.
+            BrokenError: the run ended unexpectedly, or hangs.
         """
         self.ensure_running()
         trigger = TRIGGERS[planned.trigger]
         while True:
-            # An attempt that has ended cannot be a target, whatever its files show.
+            # A fault cannot be injected into an attempt that has ended, even if its files match the trigger.
             self.wait_for(lambda: self.target.ended() is None and trigger(self, planned))
             self.injected_at = self.here()
             if self.target.freeze() and trigger(self, planned) and not self.run.finished.exists():
@@ -115,7 +115,7 @@ class Stage:
             None if `condition` is true, else the exit status of the attempt.
         """
         for _ in self._poll():
-            # In this order, so that the attempt's last actions count.
+            # The status is read first, so that the attempt's last actions are seen by the condition.
             status = self.target.ended()
             if condition():
                 return None
@@ -124,7 +124,7 @@ class Stage:
         return None
 
     def wait_for_end(self, target: Target | None = None) -> int:
-        """Wait for the end of the attempt, or of another process on its run, and return the exit status."""
+        """Wait until the attempt, or another process on its run, ends, and return the exit status."""
         target = target or self.target
         for _ in self._poll():
             status = target.ended()
@@ -142,7 +142,7 @@ class Stage:
         return True
 
     def seconds_since_owned(self) -> float:
-        """Return the seconds since the attempt was first seen to hold the run directory."""
+        """Return the seconds since the attempt was first observed to hold the run directory."""
         return clock.monotonic() - self._owned_at[1]
 
     def made_steps(self) -> bool:
@@ -159,28 +159,28 @@ class Stage:
         return dict(next(iter(reversed(list(files.read_lines(self.run.attempts)))), {}))
 
     def committed(self, fence: int | None = None) -> set[Path]:
-        """Return the checkpoints on disk; with `fence`, only those written by the holder of that fencing number."""
+        """Return the checkpoints on disk. If `fence` is set, return only those written by that holder of the lease."""
         paths = {self.run.checkpoint(step) for step in self.run.checkpoint_steps()}
         if fence is None:
             return paths
         return {path for path in paths if files.read_object(path / "manifest.json").get("fence") == fence}
 
     def must_resume_at(self, step: int) -> None:
-        """Record where the next attempt has to resume. Call this while no attempt makes steps."""
+        """Record the step at which the next attempt must resume. Call this while no attempt trains."""
         self.resumes_at, self.steps_lost = step, max(0, self.watch.step() - step)
 
     def add(self, target: Target) -> Target:
-        """Register another process on this run, to be stopped at the end, and return it."""
+        """Register another process on this run, which is stopped at the end of the drill, and return it."""
         self.targets.append(target)
         return target
 
     def replace(self, target: Target) -> None:
-        """Make another process the target from here on."""
+        """Use another process as the target from now on."""
         self.target = self.add(target)
         self._metrics = None
 
     def here(self) -> tuple[int, int | None]:
-        """Return the complete steps, and the number of the attempt in progress."""
+        """Return the number of complete steps, and the number of the attempt in progress."""
         attempt = self.watch.attempt()
         step = self.watch.step() if self.made_steps() else self.run.newest_step()
         return step, attempt.get("attempt") if self.target.owns(attempt) else None
@@ -189,11 +189,11 @@ class Stage:
         """Let the run finish.
 
         Raises:
-            BrokenError: it does not.
+            BrokenError: the run does not finish.
         """
         self.ensure_running()
         while (status := self.wait_for_end()) == ExitStatus.INTERRUPTED:
-            self.ensure_running()  # needed if a job was asked to stop just before its end
+            self.ensure_running()  # needed if a job was asked to stop shortly before it would have ended
         if status:
             raise BrokenError(f"the run ended by itself with status {status}\n{self.target.tail()}")
 
@@ -203,7 +203,7 @@ class Stage:
             target.stop()
 
     def _poll(self) -> Iterator[None]:
-        """Poll until the run has shown no progress for too long."""
+        """Poll until the run has made no progress for too long."""
         progressed, signs = clock.monotonic(), self._signs()
         while True:
             yield
@@ -223,11 +223,11 @@ class Stage:
 
 
 Trigger = Callable[[Stage, PlannedFault], bool]
-"""A condition on the observed run, polled until it is true."""
+"""A condition on the observed run. It is polled until it is true."""
 
 
 def start(stage: Stage, planned: PlannedFault) -> bool:
-    """Trigger while an attempt imports, builds and restores."""
+    """Trigger while an attempt imports modules, builds its objects and restores its state."""
     return stage.owned() and (stage.seconds_since_owned() >= planned.fraction * stage.start_s or stage.made_steps())
 
 
@@ -247,7 +247,7 @@ def save(stage: Stage, planned: PlannedFault) -> bool:
 
 
 def rename(stage: Stage, planned: PlannedFault) -> bool:
-    """Trigger when a checkpoint lacks only its final name."""
+    """Trigger when a checkpoint is complete except for its final name."""
     return bool(stage.watch.renames()) and stage.watch.step() >= planned.step and stage.owned()
 
 
@@ -263,7 +263,7 @@ def two_checkpoints(stage: Stage, planned: PlannedFault) -> bool:
 
 
 def room_left(stage: Stage, planned: PlannedFault) -> bool:
-    """Trigger during a step, with a checkpoint on disk and time for two more saves before the end."""
+    """Trigger during a step, with a checkpoint on disk and enough steps left for two more saves."""
     early = stage.watch.step() <= stage.steps - 2 * stage.save_every
     return early and step(stage, planned) and bool(stage.run.checkpoint_steps())
 

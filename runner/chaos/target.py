@@ -1,4 +1,4 @@
-"""Inject faults into processes on this machine; `slurm_target` does the same for jobs of a cluster."""
+"""Inject faults into processes on this machine; see `slurm_target` for the jobs of a cluster."""
 
 from __future__ import annotations
 
@@ -18,46 +18,46 @@ from runner.system import clock, files, processes
 from runner.system.signals import received_by
 
 TAIL_LINES = 12
-STOPPING_S = 60.0  # how long a process that was asked to stop may take to save
+STOPPING_S = 60.0  # the time that a process may take to save after it was asked to stop
 
 
 class Target(Protocol):
-    """Attempts at one run, one after the other.
+    """Attempts of one run, one after the other.
 
     Attributes:
-        refusals: the exit statuses with which a second command is refused.
-        ranks: of the attempts that are started from now on; None: the configuration decides it.
+        refusals: the exit statuses of a second command that is correctly refused.
+        ranks: the number of ranks of attempts started from now on; if None, the configuration decides.
     """
 
     refusals: tuple[int, ...]
     ranks: int | None
 
     def begin(self) -> None:
-        """Start an attempt, or let the queued one start. Do nothing if one is running."""
+        """Start an attempt, or release the queued one. Do nothing if one is running."""
 
     def ended(self) -> int | None:
-        """Return the exit status of the attempt, negative if a signal ended it; None while it runs."""
+        """Return the exit status of the attempt, negative if a signal killed it, or None while it runs."""
 
     def owns(self, holder: Mapping[str, Any]) -> bool:
-        """Return whether this holder of a run directory is the attempt."""
+        """Return whether `holder`, a holder of the run directory, is this attempt."""
 
     def send(self, signum: int) -> None:
         """Send a signal to the training process."""
 
     def freeze(self) -> bool:
-        """Pause the attempt where it is, if possible. Return False if it has ended."""
+        """Pause the attempt where it is, if possible. Return False if it has already ended."""
 
     def unfreeze(self) -> None:
         """Let the attempt continue."""
 
     def limit_files(self, size: int | None) -> None:
-        """Refuse writes beyond `size` bytes of a file; None lifts the limit."""
+        """Let writes beyond `size` bytes of a file fail. None removes the limit."""
 
     def another(self) -> Target:
-        """Return a second target on the same run directory, not started."""
+        """Return a second target for the same run directory. It is not started yet."""
 
     def wait(self, timeout_s: float) -> int | None:
-        """Return the exit status; None if it still runs after `timeout_s` seconds."""
+        """Return the exit status, or None if the attempt still runs after `timeout_s` seconds."""
 
     def stop(self) -> None:
         """Ask the attempt to save and exit, and kill it if it does not."""
@@ -68,7 +68,7 @@ class Target(Protocol):
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay signals that stop the command until the end of the block, so that every started process is known."""
+    """Delay signals that stop the command until the block ends, so that every started process is registered."""
     came: list[tuple[int, FrameType | None]] = []
     try:
         with received_by(lambda *received: came.append(received)) as before:
@@ -79,15 +79,15 @@ def uninterrupted() -> Iterator[None]:
 
 
 class LocalTarget:
-    """Processes of this machine, one attempt each.
+    """Attempts as processes on this machine, one process or process group each.
 
-    A single rank is the command's own process. Several ranks are processes that the command starts and waits for;
-    faults are injected into all of them.
+    With one rank, the command itself trains. With several ranks, it starts one process per rank and waits for them.
+    Faults are injected into all of these processes.
 
     Args:
-        command: starts an attempt.
-        log: file that their output is appended to.
-        ranks: of the attempts.
+        command: the command that starts an attempt.
+        log: the file to append the output to.
+        ranks: the number of ranks of an attempt; if None, the configuration decides.
     """
 
     refusals: tuple[int, ...] = (int(ExitStatus.LOCKED),)
@@ -97,13 +97,13 @@ class LocalTarget:
         self.log = log
         self.ranks = ranks
         self._process: subprocess.Popen[bytes] | None = None
-        self._started_ranks = False  # whether the command has started ranks as processes of their own
+        self._started_ranks = False  # whether the command has started separate processes for the ranks
         self._owners: set[int] = set()
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
 
     @property
     def pids(self) -> list[int]:
-        """Return the training processes."""
+        """Return the ids of the training processes."""
         if self._process is None:
             return []
         if not self._started_ranks:
@@ -117,8 +117,8 @@ class LocalTarget:
         self._owners.clear()
         self._started_ranks = self.ranks not in (None, 1)
         shape = [] if self.ranks is None else [f"launcher.ranks={self.ranks}"]
-        # The process gets its own session, so that Ctrl-C reaches only the drill. It gets a pipe, because `disk-full`
-        # must not refuse writes to a log.
+        # The process gets its own session, so that Ctrl-C reaches only the drill. Its output goes through a pipe,
+        # because the `disk-full` fault must not block writes to the log.
         with uninterrupted():
             self._process = subprocess.Popen(
                 [*self.command, *shape],
@@ -144,20 +144,20 @@ class LocalTarget:
         pid = holder.get("pid")
         if self._process is None or not isinstance(pid, int):
             return False
-        # Once known, it is kept, also when the process is gone.
+        # Known owners are kept, even after the process has ended.
         if pid == self._process.pid or (pid not in self._owners and processes.parent_of(pid) == self._process.pid):
             self._owners.add(pid)
         return pid in self._owners
 
     def send(self, signum: int) -> None:
-        """Send a signal to the training processes, or to the command if it has not started any yet."""
+        """Send a signal to the training processes, or to the command if it has not started them yet."""
         if self._process is None:
             return
         pids = self.pids
         if not self._started_ranks or not pids:
             self._process.send_signal(signum)
         elif signum == signal.SIGKILL:
-            self._process.send_signal(signal.SIGSTOP)  # so that the command does not see a rank die
+            self._process.send_signal(signal.SIGSTOP)  # so that the command does not notice that a rank died
             self._signal(pids, signum)
             while not all(self._is_in(pid, "ZX") for pid in pids):
                 clock.sleep(0.0002)
@@ -173,7 +173,7 @@ class LocalTarget:
 
     @staticmethod
     def _is_in(pid: int, states: str) -> bool:
-        """Return whether a process is in one of these states, or gone."""
+        """Return whether a process is in one of these states or has ended."""
         state = processes.state_of(pid)
         return state is None or state[0] in states
 
@@ -190,7 +190,7 @@ class LocalTarget:
         self.send(signal.SIGCONT)
 
     def limit_files(self, size: int | None) -> None:
-        """Set the soft limit only, so that no privilege is needed to lift it."""
+        """Set only the soft limit, so that it can be removed without privileges."""
         for pid in self.pids:
             _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
@@ -218,7 +218,7 @@ class LocalTarget:
             raise
 
     def kill(self) -> None:
-        """Send SIGKILL and wait for the end."""
+        """Send SIGKILL and wait for the process to end."""
         self.send(signal.SIGKILL)
         self.wait(STOPPING_S)
 
@@ -227,5 +227,5 @@ class LocalTarget:
 
 
 def _is_rank(pid: int) -> bool:
-    """Return whether a process that the command has started is one of its ranks."""
+    """Return whether a child process of the command is one of its ranks."""
     return "runner.training.attempt" in (files.read_small(f"/proc/{pid}/cmdline") or "")

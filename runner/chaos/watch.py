@@ -1,4 +1,4 @@
-"""Observe a run from outside, by its files: cheap enough to be polled a thousand times a second."""
+"""Observe a run from outside through its files. This is cheap enough to poll a thousand times a second."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Watch:
         self._records: list[dict[str, Any]] = []
 
     def last_records(self) -> list[dict[str, Any]]:
-        """Return the last record of metrics.jsonl, preceded by the last training step's if that is another record."""
+        """Return the last record of metrics.jsonl, preceded by the last training step's record if they differ."""
         try:
             with open(self.run.metrics, "rb") as file:
                 state = os.fstat(file.fileno())
@@ -36,21 +36,21 @@ class Watch:
         return self._records
 
     def step(self) -> int:
-        """Return the complete steps, according to the metrics."""
+        """Return the number of complete steps, according to metrics.jsonl."""
         return max((int(record["step"]) for record in self.last_records()), default=0)
 
     def evaluating(self, every: int) -> bool:
-        """Return whether an evaluation of a complete step is due and not recorded."""
+        """Return whether an evaluation of a complete step is due but not yet recorded."""
         records = self.last_records()
         return bool(records and every and "loss" in records[-1] and records[-1]["step"] % every == 0)
 
     def holder(self) -> tuple[int, dict[str, Any]]:
-        """Return the fencing number and identity of the lease's holder; (0, {}) if there is none."""
+        """Return the fencing number and identity of the lease's holder, or (0, {}) if there is none."""
         number, holder = lease.read_holder(self.run.lease) or (0, {})
         return (0, {}) if holder.get("released") else (number, holder)
 
     def attempt(self) -> dict[str, Any]:
-        """Return the record of the attempt in progress; empty if there is none."""
+        """Return the record of the attempt in progress, or an empty dictionary if there is none."""
         return files.read_object(self.run.attempt)
 
     def saves(self) -> list[Path]:
@@ -62,7 +62,7 @@ class Watch:
         return [self.run.checkpoints / name for name in names if _SAVING.fullmatch(name)]
 
     def renames(self) -> list[Path]:
-        """Return those of `saves` that have all their files and lack only their final name."""
+        """Return the temporary directories from `saves` that have all their files and only lack their final name."""
         return [path for path in self.saves() if os.path.exists(path / "manifest.json")]
 
     def warnings(self) -> list[str]:

@@ -1,1 +1,1 @@
-"""Compose the overrides of a command to a checked config, and read it back from a run directory."""
+"""Compose a command's overrides into a checked config, and read the config back from a run directory."""

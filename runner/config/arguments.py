@@ -1,8 +1,8 @@
-"""Check the arguments of each `_target_` in a config by name, before a run directory is created.
+"""Check the argument names of each `_target_` in a config before a run directory is created.
 
-The names are read from the source of a function or of a class's `__init__`. Nothing is imported, because torch or a
-user's module may take seconds. If the source does not determine them (`**kwargs`, decorators, several base classes),
-the error is raised when the object is created.
+The names are read from the source of the function or of the class's `__init__`. Nothing is imported, because torch or a
+user's module can take seconds to import. If the names cannot be determined from the source (`**kwargs`, decorators,
+several base classes), errors appear only when the object is created.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from runner.errors import nearest
 from runner.system import modules
 
 Names = tuple[str, ...]
-"""The names of the arguments in order; an empty name for a positional-only argument."""
+"""Argument names in order. The name is empty for a positional-only argument."""
 MAX_HOPS = 16
-"""How many imports and base classes are followed."""
+"""The maximum number of imports and base classes to follow."""
 ELSEWHERE = ("launcher", "fork")
 """Not checked here: the command creates the launcher, and a trunk's config was checked when the trunk started."""
 
 
 def argument_errors(plain: dict[str, Any], known: dict[str, Names | None]) -> list[str]:
-    """Return a line for each argument in a resolved config that its target does not accept.
+    """Return one line for each argument in a resolved config that its target does not accept.
 
     Args:
         plain: the resolved config.
-        known: target -> its arguments, or None if its source does not determine them; new findings are added.
+        known: argument names by target, or None where the source does not determine them. New results are added.
     """
-    if plain["launcher"].get("python"):  # another Python, which has other modules
+    if plain["launcher"].get("python"):  # another Python has different modules
         return []
     checked = {name: node for name, node in plain.items() if name not in ELSEWHERE}
     return [line for key, node in instantiated_nodes(checked) for line in _errors(key, node, known)]
@@ -61,7 +61,7 @@ def _errors(key: str, node: dict[str, Any], known: dict[str, Names | None]) -> I
 
 
 def _taken_by_the_runner(key: str) -> Sequence[str]:
-    """Return the options beside a `_target_` that are not passed to it, or only if it has such parameters."""
+    """Return the options of a node that are for the runner, which passes them on only if the target accepts them."""
     match key.split("."):
         case ["sampler"]:
             return [each.name for each in fields(SamplerConfig)]
@@ -77,7 +77,7 @@ def _taken_by_the_runner(key: str) -> Sequence[str]:
 
 
 def _passed_by_the_runner(key: str) -> int:
-    """Return how many arguments the runner passes before those of the config."""
+    """Return how many positional arguments the runner passes before the config's arguments."""
     match key.split("."):
         case ["logger", _]:
             return 3
@@ -87,11 +87,11 @@ def _passed_by_the_runner(key: str) -> int:
 
 
 def names_of(target: str, hops: int = MAX_HOPS) -> Names | None:
-    """Return the argument names of a function or class; None if its source does not determine them.
+    """Return the argument names of a function or class, or None if its source does not determine them.
 
     Args:
-        target: its dotted name.
-        hops: how many imports and base classes to follow.
+        target: the dotted name of the function or class.
+        hops: the maximum number of imports and base classes to follow.
     """
     found = source_of(target) if hops else None
     if found is None or not f".{target}".endswith(f".{found[0].name.removeprefix(DATA)}.{target.rpartition('.')[2]}"):
@@ -105,12 +105,12 @@ def names_of(target: str, hops: int = MAX_HOPS) -> Names | None:
 
 
 class _Module:
-    """The statements of a module.
+    """The statements of a module's source.
 
     Args:
-        name: its dotted name.
-        is_package: whether the source is the `__init__` of a package.
-        tree: its parsed source.
+        name: the dotted name of the module.
+        is_package: whether the source is the `__init__.py` of a package.
+        tree: the parsed source.
     """
 
     def __init__(self, name: str, is_package: bool, tree: ast.Module) -> None:
@@ -131,7 +131,7 @@ class _Module:
         return None
 
     def _bound(self, name: str) -> ast.stmt | None:
-        """Return the only statement that binds a name; None if several do, or one that may not be executed."""
+        """Return the only statement that binds `name`. Return None if several do, or if it may not be executed."""
         found = [statement for statement in self._body if _binds(statement, name)]
         simple = (ast.FunctionDef, ast.ClassDef, ast.ImportFrom, ast.Import)
         return found[0] if len(found) == 1 and isinstance(found[0], simple) else None
@@ -155,7 +155,7 @@ class _Module:
         return () if base == "object" else names_of(base, hops - 1) if base else None
 
     def _dotted(self, node: ast.expr) -> str | None:
-        """Return the dotted name of what an expression refers to; None if the expression is not a plain name."""
+        """Return the dotted name that an expression refers to, or None if the expression is not a plain name."""
         if isinstance(node, ast.Attribute):
             value = self._dotted(node.value)
             return f"{value}.{node.attr}" if value else None
@@ -180,7 +180,7 @@ def _alias(alias: ast.alias) -> str:
 
 
 def _binds(statement: ast.AST, name: str) -> bool:
-    """Return whether a statement, or one nested in it that runs in the same scope, binds a name."""
+    """Return whether a statement, or a nested statement in the same scope, binds `name`."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return statement.name == name
     if isinstance(statement, ast.Import | ast.ImportFrom):
@@ -191,7 +191,7 @@ def _binds(statement: ast.AST, name: str) -> bool:
 
 
 def _parameters(function: ast.FunctionDef, skipped: int) -> Names | None:
-    """Return the argument names of a function after the first `skipped`; None if it has `**kwargs`."""
+    """Return a function's argument names after the first `skipped` ones, or None if it has `**kwargs`."""
     arguments = function.args
     if arguments.kwarg is not None:
         return None

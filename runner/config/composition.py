@@ -1,4 +1,4 @@
-"""Compose and check configs, from the overrides of a command or from a run directory."""
+"""Compose and check configs, either from a command's overrides or from a run directory."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ from runner.search.choice import best_run
 from runner.search.directory import is_search
 from runner.system import files
 
-HYDRAS_OWN = "${hydra:"  # references to Hydra's own settings of the job
-OWN_KEYS = ("run.dir", "run.name")  # where a run is: two jobs always differ in these
+HYDRAS_OWN = "${hydra:"  # prefix of interpolations that refer to Hydra's settings for the job
+OWN_KEYS = ("run.dir", "run.name")  # the location of a run, which always differs between two jobs
 KEPT_COMMON = 64
-"""How many composed configs shared by jobs of a sweep are kept: each may take megabytes, with many sources."""
+"""How many partial configs shared by a sweep's jobs are cached. Each may take megabytes if there are many sources."""
 
 
 @dataclass(frozen=True)
 class Composed:
-    """The composed config of one job, as objects and as plain values, and its run directory."""
+    """The composed config of one job, as objects and as plain values, with its run directory."""
 
     config: Config
-    plain: dict[str, Any]  # resolved, paths absolute, enums by name
-    overrides: tuple[str, ...]  # as given on the command line
-    run_dir: Path  # absolute
-    resumed: bool = False  # read from its run directory; if that is gone, nothing is started
+    plain: dict[str, Any]  # resolved values, with absolute paths and enums by name
+    overrides: tuple[str, ...]  # as typed on the command line
+    run_dir: Path  # an absolute path
+    resumed: bool = False  # read from a run directory; if that is gone, nothing is started
 
     @cached_property
     def text(self) -> str:
-        """Return the content of `config.yaml`."""
+        """Return the text of the run's `config.yaml`."""
         return to_yaml(self.plain)
 
     @cached_property
@@ -62,26 +62,26 @@ class Composed:
 
 
 class Composer:
-    """Compose and check configs of one config tree; see `ConfigTree` for the arguments and errors."""
+    """Compose and check configs from one config tree. The arguments and errors are the same as for `ConfigTree`."""
 
     def __init__(self, config_dirs: Sequence[str | Path] = (), config_name: str = CONFIG_NAME) -> None:
         self.tree = ConfigTree(config_dirs, config_name)
-        self._listed: dict[Path, dict[str, list[str]]] = {}  # root -> identity -> the directory names that end in it
+        self._listed: dict[Path, dict[str, list[str]]] = {}  # run directory names by root and identity
         self._bases: dict[tuple[object, ...], dict[str, Any]] = {}
         self._target_errors: dict[str, str | None] = {}
         self._arguments: dict[str, Names | None] = {}
         self._sweep = False
-        self.searching = False  # whether the caller handles the search of a command
-        self._wrong: dict[tuple[object, ...], str] = {}  # (composed over, choices, override) -> its error line
-        self._dropping: dict[tuple[tuple[str, ...], str], str] = {}  # (choices, override) -> its error line, or ""
+        self.searching = False  # True if the caller handles a search that the command asks for
+        self._wrong: dict[tuple[object, ...], str] = {}  # error lines by (composed over, choices, override)
+        self._dropping: dict[tuple[tuple[str, ...], str], str] = {}  # error lines by (choices, override), or ""
         self._common: dict[tuple[object, ...], tuple[Mapping[str, Any], DictConfig] | None] = {}
 
     def compose(self, overrides: Sequence[str], base: Path | None = None) -> Composed:
         """Compose and check one job.
 
         Args:
-            overrides: as on the command line, without sweeps.
-            base: the directory that relative paths are resolved against; the current one by default.
+            overrides: the overrides as on the command line, without sweeps.
+            base: the directory to resolve relative paths against; the current directory by default.
 
         Raises:
             UserError: all errors of the config, one per line.
@@ -98,17 +98,17 @@ class Composer:
         return Composed(to_config(plain), plain, given, run_dir)
 
     def _branch(self, trunk: Path, step: int, overrides: Sequence[str], given: tuple[str, ...], base: Path) -> Composed:
-        """Compose and check the job of a branch: the trunk's frozen config with `overrides` applied.
+        """Compose and check a branch's job: the trunk's frozen config with `overrides` applied.
 
         Args:
             trunk: the run directory of the trunk, relative to `base`.
-            step: the step of the fork, 1 or more.
-            overrides: without the override that names the fork.
-            given: all overrides.
-            base: the directory that relative paths are resolved against.
+            step: the step of the fork, at least 1.
+            overrides: all overrides except the one that names the fork.
+            given: all overrides of the command.
+            base: the directory to resolve relative paths against.
 
         Raises:
-            UserError: the trunk's config cannot be read, or all errors of the config, one per line.
+            UserError: the trunk's config cannot be read, or the new config has errors, listed one per line.
         """
         trunk = Path(os.path.abspath(base / trunk.expanduser()))
         refuse(line for text in overrides if (line := _not_for_branches(text)))
@@ -142,16 +142,16 @@ class Composer:
         return Composed(config, plain, given, run_dir)
 
     def recompose(self, run_dir: Path, overrides: Sequence[str]) -> Composed:
-        """Compose and check the job of an existing run: its frozen config with `overrides` applied.
+        """Compose and check an existing run's job: its frozen config with `overrides` applied.
 
-        Choosing an option of a group (`launcher=slurm`) replaces the frozen values of that group.
+        If an override chooses a group option, such as `launcher=slurm`, it replaces all frozen values of that group.
 
         Args:
-            run_dir: the run directory, which does not change.
-            overrides: as on the command line, without sweeps.
+            run_dir: the run directory, which stays the same.
+            overrides: the overrides as on the command line, without sweeps.
 
         Raises:
-            UserError: the frozen config cannot be read, or all errors of the config, one per line.
+            UserError: the frozen config cannot be read, or the new config has errors, listed one per line.
         """
         frozen, run_dir = load_plain(run_dir), Path(os.path.abspath(run_dir))
         relocate(frozen, run_dir)
@@ -164,16 +164,16 @@ class Composer:
         return Composed(to_config(plain), plain, tuple(overrides), run_dir, resumed=True)
 
     def expand(self, overrides: Sequence[str]) -> list[list[str]]:
-        """Return the overrides of each job of a sweep: all combinations of the values, the last key varying fastest.
+        """Return the overrides of each job of a sweep: all combinations of values. The last key varies fastest.
 
         Raises:
-            UserError: overrides that cannot be parsed, all of them in one message.
+            UserError: some overrides cannot be parsed; the message lists all of them.
         """
         sweepers = [text for text in overrides if re.match(r"[+~]*hydra[./]sweeper\b", text)]
         refuse(line for text in sweepers[:1] if (line := unused_setting(text)))
         given = self._alternatives(overrides)
         choices = {key: texts for key, texts in given.items() if self.tree.group_of(key)}
-        params: dict[tuple[str, ...], list[str]] = {}  # by chosen options, because an option may add its own
+        params: dict[tuple[str, ...], list[str]] = {}  # by chosen options, which may define their own sweep
         for chosen in product(*choices.values()):
             params[chosen] = self._sweep_params([text for text in chosen if not unused_setting(text)])
         if len(set(map(tuple, params.values()))) < 2:
@@ -186,7 +186,7 @@ class Composer:
         return jobs
 
     def swept(self, overrides: Sequence[str]) -> list[str]:
-        """Return the settings that an experiment of a single job sweeps over (`hydra.sweeper.params`)."""
+        """Return the keys that an experiment of a single job would sweep over (`hydra.sweeper.params`)."""
         if not any(re.match(r"\+*experiment=", text) for text in overrides):
             return []
         keys = {text.lstrip("+~").partition("=")[0] for text in overrides}
@@ -194,10 +194,10 @@ class Composer:
         return [text for text in params if text.partition("=")[0] not in keys]
 
     def _alternatives(self, overrides: Sequence[str]) -> dict[str, list[str]]:
-        """Return the overrides that each key is swept over.
+        """Return the list of overrides for each key that is swept.
 
         Raises:
-            UserError: overrides that cannot be parsed, all of them in one message.
+            UserError: some overrides cannot be parsed; the message lists all of them.
         """
         alternatives: dict[str, list[str]] = {}
         errors = []
@@ -217,7 +217,7 @@ class Composer:
         return alternatives
 
     def sweeping(self) -> Composer:
-        """Prepare this composer for jobs that differ from each other in single values, and return it."""
+        """Prepare this composer for a sweep, whose jobs differ only in single values, and return it."""
         self._sweep = True
         return self
 
@@ -229,14 +229,14 @@ class Composer:
         """Compose and check all jobs of a sweep.
 
         Args:
-            overrides: as on the command line.
-            watch: yields the jobs one by one; it may show the progress.
+            overrides: the overrides as on the command line.
+            watch: a function that yields the jobs one by one. It may show the progress.
 
         Raises:
-            UserError: the errors of all jobs, each once, with the first job that has it; or two jobs that are the
-                same run.
+            UserError: the message lists each error once, with the first job that has it. Two jobs that are the same run
+                are also an error.
         """
-        first_with: dict[str, str] = {}  # error -> the first job that has it
+        first_with: dict[str, str] = {}  # the first job with each error
         jobs = []
         expanded = self.expand(overrides)
         if len(expanded) > 1:
@@ -258,13 +258,13 @@ class Composer:
         return jobs
 
     def show(self, flags: Sequence[str], overrides: Sequence[str]) -> int:
-        """Print what Hydra's own flags ask for, such as `--cfg job --resolve -p sampler`. Return the exit status.
+        """Print the output of Hydra's flags, such as `--cfg job --resolve -p sampler`. Return the exit status.
 
         Raises:
-            UserError: the overrides do not compose; all their errors, one per line.
+            UserError: the overrides cannot be composed; the message lists all errors, one per line.
         """
         before = os.environ.get("HYDRA_FULL_ERROR")
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # raise instead of printing and exiting
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors instead of printing them and exiting
         try:
             self.tree.run_hydra(flags, overrides)
         except SystemExit as end:
@@ -278,34 +278,34 @@ class Composer:
         return 0
 
     def _sweep_params(self, chosen: Sequence[str]) -> list[str]:
-        """Return a sweep that a config defines as for Hydra's basic sweeper, in `hydra.sweeper.params`.
+        """Return the sweep that a config defines in `hydra.sweeper.params`, in the syntax of Hydra's basic sweeper.
 
         Args:
-            chosen: the overrides that choose options of groups, without sweeps.
+            chosen: the overrides that choose group options, without sweeps.
 
         Raises:
-            UserError: a config file chooses another sweeper, whose parameters are not known.
+            UserError: a config file chooses a different sweeper, whose parameters are not known here.
         """
         try:
             config = self.tree.compose(chosen)
             params = OmegaConf.select(config, "hydra.sweeper.params")
         except ERRORS:
-            return []  # composing the jobs reports the error
+            return []  # the error is reported when the jobs are composed
         refuse(unused_in_files(self.tree.hydra_changes(config)))
         return [f"{key}={value}" for key, value in params.items()] if params else []
 
     def _checked(
         self, overrides: Sequence[str], compose: Callable[[Sequence[str]], DictConfig], over: object = None
     ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        """Return the chosen options of Hydra's groups and the resolved values of a config, after checking it.
+        """Compose and check a config. Return the chosen options of Hydra's groups, and the resolved values.
 
         Args:
-            overrides: without sweeps.
-            compose: overrides -> Hydra's config.
-            over: what the overrides are composed over, if not the primary config.
+            overrides: the overrides, without sweeps.
+            compose: a function that composes overrides into Hydra's config.
+            over: identifies the config that the overrides are applied to, if it is not the primary config.
 
         Raises:
-            UserError: all errors, one per line.
+            UserError: the config has errors, listed one per line.
         """
         given, choices = overrides, tuple(filter(self.tree.group_of, overrides))
         unused = {text: line for text in given if (line := unused_setting(text))}
@@ -329,14 +329,14 @@ class Composer:
             diagnosis = Diagnosis(self.tree, compose, check)
             found, others = diagnosis.config_errors(overrides, error)
             wrong |= found
-            if self._sweep and not any(map(self.tree.group_of, found)):  # the other jobs have these errors, too
+            if self._sweep and not any(map(self.tree.group_of, found)):  # the other jobs have the same errors
                 self._wrong |= {(over, choices, text): line for text, line in found.items()}
         ordered = sorted(wrong, key=lambda text: (text not in choices, given.index(text)))
         refuse([*unused.values(), *(wrong[text] for text in ordered), *others])
         return chosen, plain
 
     def _dropping_nothing(self, overrides: Sequence[str], compose: Callable[[Sequence[str]], DictConfig]) -> list[str]:
-        """Return a line for each override that removes a callback, a metric or a source that does not exist."""
+        """Return one line for each override that deletes a callback, metric or source that does not exist."""
         lines, choices = [], tuple(filter(self.tree.group_of, overrides))
         for text in overrides:
             found = re.fullmatch(r"\+*(callbacks|eval\.metrics|data\.(?:eval_)?sources)\.(\w+)=null", text)
@@ -354,10 +354,11 @@ class Composer:
     def _varied(
         self, overrides: Sequence[str], compose: Callable[[Sequence[str]], DictConfig], over: object
     ) -> tuple[Mapping[str, Any], DictConfig] | None:
-        """Compose a job of a sweep as `_composed` does, but compose jobs that choose the same options only once.
+        """Compose a job of a sweep like `_composed`, but compose the parts that jobs have in common only once.
 
-        Hydra sets values last, after all options have been chosen and merged, and so does this. Return None if Hydra
-        would set a value in another order or from its knowledge of the job, and for errors.
+        Hydra applies overrides of values last, after all options have been chosen and merged. This method does the
+        same. It returns None after an error, and where Hydra would apply a value in a different order or use facts
+        about the job.
         """
         chosen = tuple(filter(self.tree.group_of, overrides))
         if not self._sweep or any("{" in text for text in chosen) or any(HYDRAS_OWN in text for text in overrides):
@@ -376,26 +377,26 @@ class Composer:
                     self.tree.apply(text, config)
             config = _without_hydra(config)
         except ERRORS:
-            return None  # composing the job reports the error
+            return None  # the error is reported when the job is composed
         return common[0], config
 
     def _common_to(self, composed: DictConfig) -> tuple[Mapping[str, Any], DictConfig] | None:
-        """Return the chosen options, and the config without Hydra's node; None if its values refer to that node."""
+        """Return the chosen options, and the config without Hydra's node; None if values refer to that node."""
         if unused_in_files(self.tree.hydra_changes(composed)):
             return None
         choices = dict(composed.hydra.runtime.choices)
-        with open_dict(composed):  # in place: in a copy, a top-level value would lose its type
+        with open_dict(composed):  # modified in place, because in a copy a top-level value would lose its type
             del composed["hydra"]
         return None if HYDRAS_OWN in OmegaConf.to_yaml(composed) else (choices, composed)
 
     def _composed(
         self, overrides: Sequence[str], compose: Callable[[Sequence[str]], DictConfig], over: object
     ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        """Return the chosen options and the resolved values, as Hydra composes them.
+        """Compose as Hydra does. Return the chosen options and the resolved values.
 
         Raises:
-            ERRORS: an error of the overrides.
-            UserError: values are missing; all of them, one per line.
+            ERRORS: an override is wrong.
+            UserError: values are missing; the message lists all of them, one per line.
         """
         if (varied := self._varied(overrides, compose, over)) is not None:
             choices, config = varied
@@ -412,12 +413,12 @@ class Composer:
         return choices, plain
 
     def _all_errors(self, plain: dict[str, Any]) -> list[str]:
-        """Return every error of a resolved config, one line each: of its values, and of its `_target_` names."""
+        """Return every error of a resolved config, one line each. Values and `_target_` names are checked."""
         targets, arguments = target_errors(plain, self._target_errors), argument_errors(plain, self._arguments)
         return [*config_errors(to_config(plain)), *targets, *arguments]
 
     def _run_dir(self, plain: dict[str, Any], readable: Callable[[], str]) -> Path:
-        """Return the run directory: an existing one that ends in the identity, or a new one with a readable name."""
+        """Return the run directory: an existing one that ends with the identity, or a new one with a readable name."""
         if plain["run"]["dir"] is not None:
             return Path(plain["run"]["dir"])
         root, digest = Path(plain["run"]["root"]), identity(plain)
@@ -431,11 +432,11 @@ class Composer:
         return found[0] if found and plain["run"]["name"] is None else root / name
 
     def _given(self, overrides: Sequence[str], groups: Collection[str] | None = None) -> tuple[list[str], list[str]]:
-        """Return the keys that overrides set, and the options of groups that they choose.
+        """Return the keys that the overrides set, and the group options that they choose.
 
         Args:
-            overrides: of the command.
-            groups: the names of the groups; by default those of the tree.
+            overrides: the overrides of the command.
+            groups: the names of the config groups; by default, those of this tree.
         """
         keys, options = [], []
         titled = "experiment" if any(re.match(r"[+]*experiment=", text) for text in overrides) else "data"
@@ -454,12 +455,12 @@ class Composer:
     def title_and_base(
         self, choices: Mapping[str, Any], plain: dict[str, Any], base: Path
     ) -> tuple[str, dict[str, Any]]:
-        """Return the beginning of a run's name, and the config whose differences from the run's complete the name.
+        """Return the prefix of a run's name, and the config whose differences from the run's make up the rest of it.
 
         Args:
-            choices: the options of the groups.
-            plain: the config of the run, for values that are missing in the other config.
-            base: the directory that relative paths are resolved against.
+            choices: the chosen option of each group.
+            plain: the run's config. It supplies the values that are missing in the other config.
+            base: the directory to resolve relative paths against.
         """
         experiment, data = choices.get("experiment"), choices.get("data")
         named = [(group, name) for group in GROUPS for name in plain["data"][group]]
@@ -476,9 +477,9 @@ class Composer:
 
 
 def _lines_on_search(search: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Return the errors of search settings in a command that starts a single run.
+    """Return the errors in the search settings of a command that starts a single run.
 
-    With `search=none`, only the settings that the command sets are checked, not those of its experiment.
+    With `search=none`, only settings on the command line are checked. Settings from an experiment file are ignored.
     """
     if search.get("kind") is not None:
         return [f"search={search['kind']} begins many runs: add -m, or set search=none for one run"]
@@ -487,7 +488,7 @@ def _lines_on_search(search: Mapping[str, Any], overrides: Sequence[str]) -> lis
 
 
 def _phases_left(overrides: Sequence[str], plain: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for an override that tries to remove all phases, but leaves those merged in from an experiment."""
+    """Yield a line for an override that tries to remove all phases, but does not remove those from an experiment."""
     for text in overrides:
         if re.fullmatch(r"\+*phases=(none|\{\})", text):
             given = tuple(other.lstrip("+") for other in overrides)
@@ -502,16 +503,16 @@ WEIGHTS = ".safetensors"
 
 
 def fork_of(overrides: Sequence[str], base: Path) -> tuple[Path, int] | None:
-    """Return the trunk's run directory and the step that `fork=RUN@STEP` names; None if there is no such override.
+    """Return the trunk's run directory and the step in `fork=RUN@STEP`, or None if there is no such override.
 
-    `fork=SEARCH@best` names the newest checkpoint of the best run of a search.
+    `fork=SEARCH@best` means the newest checkpoint of the best run of a search.
 
     Args:
-        overrides: of a command.
-        base: the directory that relative paths are resolved against.
+        overrides: the overrides of a command.
+        base: the directory to resolve relative paths against.
 
     Raises:
-        UserError: the value has another form, or the search has no such run.
+        UserError: the value does not have this form, or the search has no such run.
     """
     texts = [text.partition("=")[2].strip("'\"") for text in overrides if _FORK.match(text)]
     if not texts or texts[-1] == "null":
@@ -528,7 +529,7 @@ def fork_of(overrides: Sequence[str], base: Path) -> tuple[Path, int] | None:
 
 
 def drop_sources(plain: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Remove the sources that are null, in place, and the settings that name them or deleted sources."""
+    """Remove sources that are null or were deleted, in place, together with the settings that name them."""
     data, sampler = plain["data"], plain["sampler"]
     gone = [name for name, node in data["sources"].items() if node is None]
     deleted = (text.removeprefix("~data.sources.").partition("=")[0] for text in overrides if text[:1] == "~")
@@ -542,14 +543,14 @@ def drop_sources(plain: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def _place(composed: Composed) -> object:
-    """Return the key that distinguishes runs: the directory if the user named it, else the root and the identity."""
+    """Return a key that is equal for jobs of the same run: the directory if the user set it, else root and identity."""
     run = composed.plain["run"]
     named = run["name"] is not None or not composed.run_dir.name.endswith(f"-{composed.digest}")
     return composed.run_dir if named else (run["root"], composed.digest)
 
 
 def _same_run(twin: Composed, composed: Composed) -> str:
-    """Return a line for two jobs of a sweep that are the same run, with the remedy."""
+    """Return an error line for two jobs of a sweep that are the same run, including the remedy."""
     both = f"({' '.join(twin.overrides)}) and ({' '.join(composed.overrides)})"
     keys = [change.key for change in differences(twin.plain, composed.plain) if change.key not in OWN_KEYS]
     if twin.digest != composed.digest:
@@ -566,7 +567,7 @@ def _same_run(twin: Composed, composed: Composed) -> str:
 
 
 def identity_at(run_dir: Path, step: int | None) -> str:
-    """Return the identity that a run had when it trained `step`, before any later edit; None: its newest identity."""
+    """Return the identity with which a run trained `step`, before any later edit. If None, return the newest one."""
     edits = provenance.edits(run_dir)
     for edit in edits if step is not None else ():
         if isinstance(edit.get("step"), int) and step <= edit["step"] and isinstance(edit.get("before"), str):
@@ -575,24 +576,24 @@ def identity_at(run_dir: Path, step: int | None) -> str:
 
 
 def fill_in(plain: dict[str, Any], base: Path) -> None:
-    """Fill in derived values, in place: paths resolved against `base`, and the source of a warm start."""
+    """Fill in derived values, in place: absolute paths, resolved against `base`, and the source of a warm start."""
     plain["run"]["changed_by"] = changing_callbacks(plain)
     anchor(plain, base)
     name_source(plain)
 
 
 def name_source(plain: dict[str, Any]) -> None:
-    """Record the run that a warm start loads from, in place, by its identity.
+    """Record the identity of the run that a warm start loads from, in place.
 
-    The identity stays the same when that run is moved. A file is recorded by its path.
+    The identity stays the same when that run is moved. If the source is a file, its path identifies it.
 
     Raises:
-        UserError: there is no such run.
+        UserError: the run does not exist.
     """
     node = plain["init_from"]
     if node["path"] is None:
         return
-    if node["path"].endswith(WEIGHTS):  # read only when needed: not by a run with a checkpoint
+    if node["path"].endswith(WEIGHTS):  # read only when needed, so a run that has a checkpoint does not need this file
         node |= {"run": None, "at": None, "digest": None}
         return
     head, _, last = node["path"].rpartition("@")
@@ -601,7 +602,7 @@ def name_source(plain: dict[str, Any]) -> None:
     path, at = Path(node["path"]), "last"
     if "@" in path.name and not files.is_dir(path):
         run, _, at = node["path"].rpartition("@")
-        path = Path(run)  # also outputs/NAME/@700: shells complete a directory with a slash
+        path = Path(run)  # accepts outputs/NAME/@700 too, because shells complete a directory with a slash
         if path.suffix == WEIGHTS:
             raise UserError(f"init_from={node['path']}: a {WEIGHTS} file has no steps: leave @{at} out")
         if not re.fullmatch(r"\d{1,12}|best|last", at):
@@ -618,7 +619,7 @@ def name_source(plain: dict[str, Any]) -> None:
 
 
 def _not_for_branches(override: str) -> str | None:
-    """Return a line for an override that a branch does not allow; None for any other."""
+    """Return an error line for an override that is not allowed for a branch, or None for any other override."""
     if re.match(r"[+~]*fork\b", override):
         return f"{override} is filled in for a branch: fork=RUN@STEP alone says what it is a branch of"
     if re.match(r"[+~]*init_from\b", override):
@@ -629,12 +630,12 @@ def _not_for_branches(override: str) -> str | None:
 def compose(
     overrides: Sequence[str], config_dirs: Sequence[str | Path] = (), config_name: str = CONFIG_NAME
 ) -> Composed:
-    """Compose one job from a command's overrides; see `Composer.compose`."""
+    """Compose a single job from a command's overrides; see `Composer.compose`."""
     return Composer(config_dirs, config_name).compose(overrides)
 
 
 def _by_identity(root: Path) -> dict[str, list[str]]:
-    """Return the names in a directory that end in the identity of a run, by identity."""
+    """Return the names in a directory that end with the identity of a run, grouped by identity."""
     found: dict[str, list[str]] = {}
     with suppress(OSError):
         for name in files.list_dir(root):
@@ -644,12 +645,12 @@ def _by_identity(root: Path) -> dict[str, list[str]]:
 
 
 def _resolved(config: DictConfig, given: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Resolve Hydra's `config`, without its own node.
+    """Resolve the values of a config composed by Hydra, without Hydra's own node.
 
     Args:
-        config: composed by Hydra.
-        given: dotted key -> value, for values that are missing or cannot be resolved, for example without an
-            environment variable that an override made unnecessary.
+        config: the config that Hydra composed.
+        given: values by dotted key, used where a value is missing or cannot be resolved. For example, an interpolation
+            may need an environment variable that an override has made unnecessary.
 
     Raises:
         UserError: values are missing, and `given` is None.
@@ -659,14 +660,14 @@ def _resolved(config: DictConfig, given: dict[str, Any] | None = None) -> dict[s
 
 
 def _without_hydra(config: DictConfig) -> DictConfig:
-    """Copy `config` without Hydra's own node, and with its sources complete."""
+    """Copy `config` without Hydra's own node, with its sources completed."""
     copied = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     complete_sources(copied)
     return copied
 
 
 def _complete(config: DictConfig, given: dict[str, Any] | None = None) -> DictConfig:
-    """Return `config`, without missing values if `given` is set; see `_resolved`."""
+    """Return `config`. If `given` is set, use it for missing values; see `_resolved`."""
     flat = flatten(plain_values(config, resolve=False))
     missing = sorted(key for key, value in flat.items() if value == "???")
     if given is None:
@@ -680,7 +681,7 @@ def _complete(config: DictConfig, given: dict[str, Any] | None = None) -> DictCo
 
 
 def _resolves(config: DictConfig, key: str = "") -> bool:
-    """Return whether all values below a dotted key can be resolved."""
+    """Return whether all values below the dotted `key` can be resolved."""
     try:
         value = OmegaConf.select(config, key)
         if OmegaConf.is_config(value):

@@ -1,8 +1,8 @@
-"""Load configs with Hydra, reading each file of the config tree only once for all compositions.
+"""Load configs with Hydra, but read each file of the config tree only once for all compositions.
 
-Hydra reads the whole tree in each composition. That takes long, and if a file is edited while a sweep is composed, only
-some of the jobs would see the new value. Hydra has no public interface for keeping what it has read. The classes here
-override internal methods of Hydra 1.3; no other module relies on its internals.
+Hydra reads the complete tree in each composition. This is slow, and if you edit a file while a sweep is composed, only
+some jobs would get the new value. Hydra has no public interface for caching what it has read. Therefore the classes
+here override internal methods of Hydra 1.3. No other module relies on Hydra's internals.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from runner.config.sources import complete_sources, open_sources
 
 Made = TypeVar("Made")
 
-FROZEN_NAME = "frozen_config"  # a run's config in Hydra's store; not kept, because it differs per composition
-KEPT_PARSED = 1 << 14  # a sweep may have any number of overrides
+FROZEN_NAME = "frozen_config"  # a run's config in Hydra's store; never cached, because it changes
+KEPT_PARSED = 1 << 14  # large, because a sweep may have any number of overrides
 
 
 class ConfigLoader(ConfigLoaderImpl):
-    """Compose configs as Hydra does, from files that are read only once.
+    """Compose configs as Hydra does, but read each file only once.
 
     Args:
-        config_search_path: where the config files are.
+        config_search_path: the directories with the config files.
     """
 
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
@@ -49,15 +49,15 @@ class ConfigLoader(ConfigLoaderImpl):
         """Parse an override, or return the cached result.
 
         Raises:
-            HydraException: it cannot be parsed.
+            HydraException: the override cannot be parsed.
         """
         return self._parsed(override)
 
     def apply(self, override: str, config: DictConfig) -> None:
-        """Set the value of `override` in a composed config, as the last part of a composition does.
+        """Apply an override to a composed config, as Hydra does in the last step of a composition.
 
         Raises:
-            HydraException: as in a composition; part of the value may have been set by then.
+            HydraException: as in a composition; the value may already be partly set.
         """
         parsed = [self.parse(override)]
         self.validate_sweep_overrides_legal(parsed, RunMode.RUN, from_shell=False)
@@ -71,14 +71,14 @@ class ConfigLoader(ConfigLoaderImpl):
         return parsed, repository
 
     def _compose_config_from_defaults_list(self, *arguments: Any, **options: Any) -> DictConfig:
-        """Compose the chosen files. Hydra calls this before it applies the overrides of values."""
+        """Compose the chosen files. Hydra calls this before it applies overrides of values."""
         config = super()._compose_config_from_defaults_list(*arguments, **options)
         open_sources(config)
         return config
 
     @staticmethod
     def _embed_result_config(ret: ConfigResult, package_override: str | None) -> ConfigResult:
-        """Copy the config of a file before it is embedded, because Hydra may change it while merging."""
+        """Copy a file's config before it is embedded, because Hydra may modify it while merging."""
         embedded = ConfigLoaderImpl._embed_result_config(ret, package_override)
         if embedded.config is ret.config:
             embedded = copy.copy(ret)
@@ -87,7 +87,7 @@ class ConfigLoader(ConfigLoaderImpl):
 
 
 class ShownLoader(ConfigLoader):
-    """Compose the configs that Hydra's own command line prints, with complete sources as in a run."""
+    """Compose the configs that Hydra's own command line prints. Sources are completed as in a run."""
 
     def load_configuration(self, *arguments: Any, **options: Any) -> DictConfig:
         config = super().load_configuration(*arguments, **options)
@@ -97,7 +97,7 @@ class ShownLoader(ConfigLoader):
 
 @contextmanager
 def shown() -> Iterator[None]:
-    """Let Hydra's own command line compose with `ShownLoader`."""
+    """Make Hydra's own command line use `ShownLoader`."""
     module: Any = hydra_main
     module.ConfigLoaderImpl = ShownLoader
     try:
@@ -107,10 +107,10 @@ def shown() -> Iterator[None]:
 
 
 class _Repository(ConfigRepository):
-    """The config files of a search path. Each file is searched for and read once.
+    """The config files on a search path. Each file is looked up and read only once.
 
     Args:
-        config_search_path: where they are.
+        config_search_path: the directories with the config files.
     """
 
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
@@ -119,12 +119,12 @@ class _Repository(ConfigRepository):
         super().__init__(config_search_path)
 
     def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
-        """Set the sources. Hydra calls this at first, and in each composition with a `hydra.searchpath`."""
+        """Set the sources. Hydra calls this at the start, and in each composition that sets `hydra.searchpath`."""
         super().initialize_sources(config_search_path)
         self._paths = tuple((element.provider, element.path) for element in config_search_path.get_path())
 
     def __deepcopy__(self, memo: object) -> _Repository:
-        """Copy this for one composition, which may change the sources. Share what was read."""
+        """Copy the repository for one composition, which may change its sources. The cached files are shared."""
         return copy.copy(self)
 
     def load_config(self, config_path: str) -> ConfigResult | None:
@@ -139,7 +139,7 @@ class _Repository(ConfigRepository):
 
 
 def _once(kept: dict[Hashable, Made], key: Hashable, make: Callable[[], Made]) -> Made:
-    """Return `kept[key]`, after creating it with `make` if it is missing."""
+    """Return `kept[key]`. If it is missing, create it with `make` first."""
     if key not in kept:
         kept[key] = make()
     return kept[key]

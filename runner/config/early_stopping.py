@@ -1,4 +1,4 @@
-"""Decide whether the evaluations of a run end it before its last step."""
+"""Decide whether evaluation results end a run before its last step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runner.bounds import OTHERS
 
 
 class Best(Enum):
-    """Which value of a metric is the best: the lowest or the highest."""
+    """Whether the lowest or the highest value of a metric is the best."""
 
     min = "min"
     max = "max"
@@ -21,16 +21,16 @@ class Best(Enum):
 
 HIGH = frozenset("accuracy acc f1 auc auroc precision recall iou dice bleu rouge r2 score".split())
 LOW = frozenset("loss error perplexity ppl mse mae rmse wer cer".split())
-"""Words in metric names that suggest that high, or low, values are good."""
+"""Words in a metric's name that suggest that high, or low, values are good."""
 
 
 def against_its_name(part: str, metric: str | None, mode: Best | None) -> Iterator[str]:
-    """Yield a warning if the name of a metric suggests that `mode` is the wrong way round.
+    """Yield a warning if a metric's name suggests that `mode` should be reversed.
 
     Args:
-        part: the settings that name it, such as `search`: with `.metric` and `.mode`.
-        metric: its name.
-        mode: which values are taken as the best.
+        part: the config section, such as `search`, that contains `metric` and `mode`.
+        metric: the name of the metric.
+        mode: whether the lowest or the highest value is treated as the best.
     """
     words = set(re.findall(r"[a-z0-9]+", (metric or "").lower()))
     for wrong, other, named, unnamed in ((Best.min, Best.max, HIGH, LOW), (Best.max, Best.min, LOW, HIGH)):
@@ -44,7 +44,7 @@ def against_its_name(part: str, metric: str | None, mode: Best | None) -> Iterat
 
 @dataclass
 class EarlyStoppingConfig:
-    """Options of early stopping, explained in conf/early_stopping/default.yaml. All None: no early stopping."""
+    """Options of early stopping, explained in conf/early_stopping/default.yaml. If all are None, it is disabled."""
 
     metric: str | None = None
     mode: Best | None = None
@@ -54,7 +54,7 @@ class EarlyStoppingConfig:
 
     @property
     def is_set(self) -> bool:
-        """Return whether any option is set. In that case all but `above` must be; see `option_errors`."""
+        """Return whether any option is set. If so, all options except `above` are required; see `option_errors`."""
         return any(getattr(self, each.name) is not None for each in fields(self))
 
     def option_errors(self) -> Iterator[str]:
@@ -85,12 +85,12 @@ class EarlyStoppingConfig:
 
 
 def stopped(options: EarlyStoppingConfig, evaluations: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return why these evaluations end a run; None if they do not.
+    """Return why these evaluations end the run, or None if they do not.
 
     Args:
-        options: the criterion.
-        evaluations: the records of a run, in step order. Records without the metric are ignored, and the first step
-            never ends a run.
+        options: the criterion for stopping.
+        evaluations: the run's evaluation records, in step order. Records without the metric are ignored. An evaluation
+            at step 0 never ends a run.
     """
     if not options.is_set:
         return None

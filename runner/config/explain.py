@@ -1,6 +1,6 @@
-"""Explain errors of Hydra and OmegaConf in one line each: the key, its value, what is allowed.
+"""Explain errors of Hydra and OmegaConf in one line each, with the key, its value and the allowed values.
 
-A composition stops at its first error. `Diagnosis` applies the overrides one at a time to find all errors.
+A composition stops at its first error. To find all errors, `Diagnosis` applies the overrides one at a time.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from runner.config.search import RANGES, SHOWN, rewritten
 from runner.config.tree import ConfigTree
 from runner.errors import UserError, nearest
 
-# Errors that a composition may raise.
+# Exceptions that a composition can raise.
 ERRORS = (HydraException, *READ_ERRORS)
 
-# Hydra's settings of where and how an application runs, and their replacements here. Its other settings, such as
-# those of logging, have no effect either, but users hardly need them.
+# Hydra settings that control where and how an application runs, and what to use instead. Hydra's other settings, such
+# as those for logging, have no effect either, but users rarely set them.
 REPLACED = {
     "hydra.run": "set the run directory with run.dir=..., or run.root=... and run.name=...",
     "hydra.sweep": "run directories are created in run.root=...",
@@ -48,7 +48,7 @@ REPLACED = {
 }
 
 
-# Names in other trainers -> names here.
+# Setting names in other trainers, and the corresponding names here.
 OF_OTHERS = {
     **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), "train.grad_accum_steps"),
     **dict.fromkeys(("gradient_clip_val", "max_grad_norm", "grad_clip"), "train.clip_norm"),
@@ -69,13 +69,13 @@ OF_OTHERS = {
 
 
 def unused_setting(override: str) -> str | None:
-    """Return one line for a setting of Hydra's own that would have no effect; None for any other."""
+    """Return one line for an override of a Hydra setting that would have no effect, or None for any other override."""
     instead = _replaced(override.partition("=")[0].lstrip("+~"))
     return f"{override} has no effect here: {instead}" if instead else None
 
 
 def unused_in_files(changes: Mapping[str, Any]) -> list[str]:
-    """Return one line for each of Hydra's own settings in config files, because none of them has an effect.
+    """Return one line for each Hydra setting in the config files, because these settings have no effect.
 
     Args:
         changes: the settings, as `ConfigTree.hydra_changes` returns them.
@@ -85,7 +85,7 @@ def unused_in_files(changes: Mapping[str, Any]) -> list[str]:
 
 
 def _replaced(key: str) -> str | None:
-    """Return the replacement for a setting of Hydra's, or for a group of them; None for any other setting."""
+    """Return the replacement for a Hydra setting or group of settings, or None for any other setting."""
     names = key.replace("/", ".").split(".")
     return REPLACED.get(".".join(names[:2])) or REPLACED.get(".".join(names[:3]))
 
@@ -99,7 +99,7 @@ def _not_parsed(error: OverrideParseException) -> str:
 
 
 def _siblings(key: str, config: DictConfig | None) -> list[str]:
-    """Return the valid names for the last part of the dotted `key`."""
+    """Return the valid names in place of the last part of the dotted `key`."""
     parent = key.rpartition(".")[0]
     hint = type_of(parent) if parent else Command
     if isinstance(hint, type) and is_dataclass(hint):
@@ -112,9 +112,9 @@ def explain(error: Exception, override: str | None, config: DictConfig | None) -
     """Explain an error of a composition in one line.
 
     Args:
-        error: what Hydra or OmegaConf raised.
-        override: the override that caused it, if known.
-        config: a composition without that override, to list its options.
+        error: the exception that Hydra or OmegaConf raised.
+        override: the override that caused the error, if known.
+        config: a config composed without that override, used to list the valid options.
     """
     if isinstance(error, OverflowError):
         return _too_large(error, override)
@@ -152,7 +152,7 @@ def _key(override: str) -> str:
 
 
 def _too_large(error: OverflowError, override: str | None) -> str:
-    """Explain an integer too large for a float setting, which OmegaConf converts without a check."""
+    """Explain the error for an integer too large for a float setting. OmegaConf converts it without a check."""
     found = re.search(r"full_key: (\S+)", str(error))
     key = found.group(1) if found else "a number in it"
     where = key if override is None else override if _key(override).startswith(key) else f"{override}: {key}"
@@ -173,7 +173,7 @@ def _no_such_option(error: MissingConfigException, override: str | None) -> str:
     where = f"{file}.yaml: " if file and file != "config" else ""
     if override:
         where = "" if override.lstrip("+~").startswith(group) else f"{override}: "
-    if instead := _replaced(group):  # a Hydra plugin, which may not be installed
+    if instead := _replaced(group):  # a Hydra plugin that may not be installed
         return f"{where}{group}={option} has no effect here: {instead}"
     options = sorted(str(name) for name in error.options or [])
     if not options:
@@ -185,7 +185,7 @@ def _no_such_option(error: MissingConfigException, override: str | None) -> str:
 
 
 def _searched(error: MissingConfigException, group: str) -> list[str]:
-    """List the directories in which Hydra looked for an option."""
+    """List the directories that Hydra searched for an option."""
     found = re.findall(r"path=(?:file://)?(/\S+)", str(error))
     return [f"{directory}/{group}" for directory in dict.fromkeys(found)] or ["conf"]
 
@@ -210,13 +210,13 @@ def _unknown(cause: OmegaConfBaseException, override: str | None, config: DictCo
 
 
 def _known_elsewhere(key: str) -> str:
-    """Return ` (here it is 'train.clip_norm')` if the last word of `key` is another trainer's name for a setting."""
+    """Return ` (here it is 'train.clip_norm')` if the last part of `key` is a setting's name in another trainer."""
     known = OF_OTHERS.get(key.rpartition(".")[2])
     return f" (here it is {known!r})" if known and known != key else ""
 
 
 def _below_a_value(override: str, config: DictConfig) -> str | None:
-    """Return one line for an override below a single value, such as `train.steps.x`; None for any other."""
+    """Return an error line for an override below a single value, e.g. `train.steps.x`, or None for any other."""
     names = _key(override).split(".")
     for count in range(1, len(names)):
         value = OmegaConf.select(config, ".".join(names[:count]))
@@ -226,13 +226,13 @@ def _below_a_value(override: str, config: DictConfig) -> str | None:
 
 
 def _not_a_dictionary(override: str, key: str) -> str:
-    """Return one line for an override below `key`, which is a single value."""
+    """Return an error line for an override below `key`, which is a single value."""
     allowed = expected(key)
     return f"{override}: {key} is one value{f', {allowed},' if allowed else ''} with no options below it: set {key}=..."
 
 
 def _elsewhere(name: str, config: DictConfig) -> str:
-    """Return ` (did you mean 'train.steps'?)` for a name that exists in another section, else an empty string."""
+    """Return ` (did you mean 'train.steps'?)` if `name` exists in another section, or an empty string."""
     found = [
         f"{group}.{name}"
         for group in sorted(field.name for field in fields(Command))
@@ -255,16 +255,17 @@ def _invalid(key: str, override: str | None, cause: OmegaConfBaseException) -> s
 
 
 Check = Callable[[DictConfig], list[str]]
-Found = tuple[dict[str, str], set[str], DictConfig]  # lines by wrong override, their groups, a config without them
+Found = tuple[dict[str, str], set[str], DictConfig]  # error lines by override, groups of these, a config without them
 
 
 class Diagnosis:
-    """Find every config error among overrides that do not compose.
+    """Find all config errors in overrides that cannot be composed.
 
     Args:
         tree: the config tree.
-        compose: overrides -> Hydra's config; raises one of `ERRORS`.
-        check: Hydra's config -> the errors of its values; raises one of `ERRORS`, or UserError for missing values.
+        compose: a function that composes overrides into Hydra's config, or raises one of `ERRORS`.
+        check: a function that returns the errors of a config's values. It raises one of `ERRORS`, or UserError for
+            missing values.
     """
 
     def __init__(self, tree: ConfigTree, compose: Callable[[Sequence[str]], DictConfig], check: Check) -> None:
@@ -273,11 +274,11 @@ class Diagnosis:
         self.check = check
 
     def config_errors(self, overrides: Sequence[str], error: Exception) -> tuple[dict[str, str], list[str]]:
-        """Return one line for each wrong override, by override, and the lines of other errors.
+        """Return one error line for each wrong override, by override, and the lines of all other errors.
 
         Args:
-            overrides: of the command.
-            error: what all of them together raised.
+            overrides: the overrides of the command.
+            error: the exception raised when all overrides were composed.
         """
         choices = [text for text in overrides if self.tree.group_of(text)]
         values = [text for text in overrides if text not in choices]
@@ -287,27 +288,27 @@ class Diagnosis:
             return {}, [explain(broken if not overrides else error, None, None)]
         try:
             wrong = self._value_errors(config, failed)
-        except ERRORS as unresolved:  # composes, but does not resolve, such as a reference to a missing key
+        except ERRORS as unresolved:  # it composes but cannot be resolved, e.g. a reference to a missing key
             try:
                 found, failed, config = self._search(choices, values, self.check)
                 wrong = self._value_errors(config, failed)
             except ERRORS:
                 return found, [explain(unresolved, None, None)]
-        if not found and not wrong:  # an error in what only Hydra sets, such as a reference to all overrides
+        if not found and not wrong:  # an error in a value that only Hydra sets, e.g. the list of all overrides
             with contextlib.suppress(*ERRORS):
                 found, failed, config = self._compose_each([*choices, *values], self.check)
         return found, wrong if found or wrong else [explain(error, None, config)]
 
     def _search(self, choices: Sequence[str], values: Sequence[str], check: Check) -> Found:
-        """Find the overrides that raise an error. Those that do not choose options share one composition.
+        """Find the overrides that raise an error. Overrides that do not choose options share one composition.
 
         Args:
-            choices: overrides that choose options.
-            values: the others.
-            check: raises further errors of a composed config.
+            choices: the overrides that choose group options.
+            values: the overrides that set values.
+            check: a function that raises further errors of a composed config.
 
         Raises:
-            ERRORS: there is an error without any override.
+            ERRORS: an error occurs even without any override.
         """
         try:
             found, failed, composed = dict[str, str](), set[str](), self._checked(self.compose(choices), check)
@@ -322,14 +323,14 @@ class Diagnosis:
                 self._checked(config, check)
                 kept.append(override)
             except ERRORS as wrong:
-                config = copy.deepcopy(composed)  # part of it may have been set
+                config = copy.deepcopy(composed)  # the value may already be partly set
                 for text in kept:
                     self.tree.apply(text, config)
                 found[override] = explain(wrong, override, config)
         return found, failed, config
 
     def _compose_each(self, overrides: Sequence[str], check: Check) -> Found:
-        """Find the overrides that raise an error, as `_search` does, with one composition for each."""
+        """Find the overrides that raise an error, as `_search` does, but compose once for each override."""
         found, failed, kept = dict[str, str](), set[str](), list[str]()
         config = self._checked(self.compose([]), check)
         for override in overrides:
@@ -344,17 +345,17 @@ class Diagnosis:
         return found, failed, config
 
     def _checked(self, config: DictConfig, check: Check) -> DictConfig:
-        """Check `config` and return it. Ignore missing values, which the next override may set."""
+        """Check `config` and return it. Missing values are ignored, because a later override may set them."""
         with contextlib.suppress(UserError):
             check(config)
         return config
 
     def _may_follow(self, override: str, failed: set[str]) -> bool:
-        """Return whether an error of a value may only follow from a choice that failed."""
+        """Return whether a failed choice of an option may have caused the error of a value."""
         return not self.tree.group_of(override) and (_head(override.lstrip("+~")) in failed or "experiment" in failed)
 
     def _not_an_option(self, error: Exception, override: str) -> str | None:
-        """Return one line for a choice that is not a name (`optimizer=null`); None for any other error."""
+        """Return an error line for a choice that is not a name, e.g. `optimizer=null`, or None for any other error."""
         group = self.tree.group_of(override)
         if not group or not (isinstance(error, TypeError) or "Config group override must be" in str(error)):
             return None
@@ -363,7 +364,7 @@ class Diagnosis:
         return f"{override}: choose an option of {group}{unset}; the options are {', '.join(options)}"
 
     def _value_errors(self, config: DictConfig, failed: set[str]) -> list[str]:
-        """Return the errors of the values that compose, except those that may follow from a failed choice."""
+        """Return the errors of the composed values, except those that a failed choice may have caused."""
         unsure = failed | ({"data", "sampler", "phases", "model", "optimizer"} if failed else set())
         try:
             found = self.check(config)

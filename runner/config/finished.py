@@ -1,4 +1,4 @@
-"""Decide whether a run has finished by its current config: all steps are done, or an earlier end still holds."""
+"""Decide whether a run is finished under its current config: all steps are done, or it ended early and still would."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from runner.rundir.paths import RunDir
 
 
 def has_finished(run: RunDir, config: Config, finish: Finish | None = None) -> bool:
-    """Return whether nothing is left to train.
+    """Return whether the run has nothing left to train.
 
-    An end before the last step holds as long as the config still causes it: early stopping by the recorded evaluations,
-    or the callback that asked for it, with unchanged options.
+    A run that ended early stays finished while its current config would still end it there. Either early stopping must
+    still apply to the recorded evaluations, or the callback that stopped the run must still have the same options.
 
     Args:
         run: the run directory.
         config: the current config of the run.
-        finish: its completion mark; None: read it.
+        finish: the completion mark of the run. If None, it is read from the run directory.
 
     Raises:
         OSError: the records cannot be read.
@@ -38,7 +38,7 @@ def has_finished(run: RunDir, config: Config, finish: Finish | None = None) -> b
 
 
 def options_of(node: Any) -> str | None:
-    """Return a digest of a callback's node in the config; None if there is none."""
+    """Return a digest of a callback's config node, or None if it does not exist."""
     if not isinstance(node, dict):
         return None
     return hashlib.sha256(canonical(node).encode()).hexdigest()[:16]

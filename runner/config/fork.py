@@ -1,9 +1,9 @@
-"""Plan the training of a branch, from what its config records about its trunk.
+"""Plan the training of a branch, using its config's record of the trunk's values.
 
 The frozen config of a branch has the values that the user asked for. `fork.was` has the trunk's values that they
-replace. Training follows the trunk's plan up to the step of the fork, and the branch's plan from there on. Phases
-change the weights, the temperature and the learning rate at that step. So the branch is, bit for bit, the run that
-would have been planned with these phases from its start.
+replace. Training follows the trunk's plan up to the step of the fork, and the branch's plan after it. Phases change the
+weights, the temperature and the learning rate at that step. Therefore the result is bitwise identical to a run planned
+with these phases from its start.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from runner.config.schema import Config, phase_schedule, source_weights
 
 NO_FORK: dict[str, Any] = {"run": None, "step": None, "digest": None, "seed": None, "was": {}, "trunk": {}}
 NAME = "fork"
-"""The name of the phase that begins at the step of the fork, unless the branch defines one there."""
+"""The name of the phase that begins at the fork, unless the branch defines a phase at that step."""
 
 
 def replaced_values(trunk: Mapping[str, Any], branch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trunk's values that the branch changes and that can change the result, by dotted key, for `fork.was`.
+    """Return the trunk's values for `fork.was`: those that the branch changes and that can change the result.
 
     Args:
-        trunk: its resolved config.
-        branch: its resolved config.
+        trunk: the trunk's resolved config.
+        branch: the branch's resolved config.
     """
     old, new = ({key: value for key, value in plain.items() if key != "fork"} for plain in (trunk, branch))
     changed = [change for change in differences(old, new) if change.kind != "free"]
@@ -36,7 +36,7 @@ def replaced_values(trunk: Mapping[str, Any], branch: Mapping[str, Any]) -> dict
 
 
 def _first_absent(node: Any, key: str) -> str:
-    """Return the shortest prefix of a dotted key that `node` lacks; the whole key if `node` has it."""
+    """Return the shortest prefix of a dotted key that `node` does not have, or the complete key if `node` has it."""
     path = key.split(".")
     for number, name in enumerate(path, start=1):
         if not isinstance(node, dict) or name not in node:
@@ -46,9 +46,9 @@ def _first_absent(node: Any, key: str) -> str:
 
 
 def trunk_values(branch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the resolved config of a branch with the trunk's values in place of the changed ones.
+    """Return the resolved config of a branch, with changed values reset to those of the trunk.
 
-    A trunk that is itself a branch has its own entries under `fork`.
+    If the trunk is itself a branch, its own `fork` section is restored too.
     """
     values = copy.deepcopy({**branch, "fork": branch["fork"]["trunk"] or NO_FORK})
     for key, value in branch["fork"]["was"].items():
@@ -66,15 +66,15 @@ def trunk_values(branch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def planned(branch: Config, trunk: Config) -> Config:
-    """Return the config that a branch trains by.
+    """Return the config a branch trains with.
 
-    The order of samples keeps the trunk's seed. The learning rate keeps the trunk's base if a phase can scale it.
-    Everything else that the branch changed is as in the branch. `fork.was` has the values that no phase changes. If the
-    trunk is a branch that begins at the very same step, they include the trunk's.
+    The order of samples keeps the trunk's seed. If a phase can scale the learning rate, its base value is the trunk's.
+    All other changes of the branch are applied. The `fork.was` of the result has the replaced values that no phase
+    handles. If the trunk is itself a branch that begins at the same step, its `fork.was` is added.
 
     Args:
-        branch: its frozen config.
-        trunk: the config that the trunk trains by, made from the branch's config with the trunk's values.
+        branch: the frozen config of the branch.
+        trunk: the config that the trunk trains with. It is made from the branch's config and the trunk's values.
     """
     step = branch.fork.step
     assert step is not None
@@ -97,7 +97,7 @@ def planned(branch: Config, trunk: Config) -> Config:
             then.lr_scale,
         ):
             phases[_free_name(names.get(start, NAME), phases)] = phase
-    # A new source had no share before the fork.
+    # A new source had weight 0 before the fork.
     weights = {name: source_weights(trunk).get(name, 0.0) for name in sources}
     sampler = replace(branch.sampler, weights=weights, temperature=trunk.sampler.temperature)
     sampler.options.update(branch.sampler.options)
@@ -110,9 +110,9 @@ def planned(branch: Config, trunk: Config) -> Config:
 
 
 def _lr_scale(trunk: Config, branch: Config) -> float | None:
-    """Return the factor by which the branch scales the learning rate.
+    """Return the factor by which the branch changes the learning rate.
 
-    Return None if the learning rate is unchanged, or no phase can scale it.
+    Return None if the learning rate is the same, or if a phase cannot scale it.
     """
     old, new = trunk.optimizer.get("lr"), branch.optimizer.get("lr")
     if old == new or not (_is_rate(old) and _is_rate(new)) or branch.optimizers:

@@ -1,4 +1,4 @@
-"""Read and write the frozen config of a run, `config.yaml`: resolved, readable without the config tree or Hydra."""
+"""Read and write a run's frozen config, `config.yaml`. It is resolved, and readable without Hydra."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from runner.errors import RunDirError, refuse
 from runner.rundir.paths import RunDir
 from runner.system import files
 
-# OmegaConf leaves some mistakes to Python and to the YAML reader, which raise their own errors.
+# OmegaConf does not catch some mistakes. Then Python or the YAML reader raises its own error.
 READ_ERRORS = (OmegaConfBaseException, ValueError, TypeError, AttributeError, OverflowError, yaml.YAMLError)
 
 _hints = cache(get_type_hints)
@@ -42,9 +42,9 @@ _TEXTS: dict[tuple[str, str], str] = {}
 
 @cache
 def schema(kind: type = Config) -> DictConfig:
-    """Return the types and defaults of a config, to merge values into a copy.
+    """Return the types and defaults of a config. Merge values into a copy of it.
 
-    `Replaceable` groups accept further keys.
+    `Replaceable` groups accept additional keys.
     """
     made: DictConfig = OmegaConf.structured(kind)
     for name, hint in get_type_hints(kind).items():
@@ -59,7 +59,7 @@ def to_yaml(plain: dict[str, Any]) -> str:
 
 
 def _section_text(name: str, value: Any) -> str:
-    """Return the text of one section. It is cached, because the runs of a sweep share most sections."""
+    """Return the text of one section. The text is cached, because the runs of a sweep share most sections."""
     key = name, repr(value)
     if key not in _TEXTS:
         if len(_TEXTS) == CACHED:
@@ -72,16 +72,16 @@ def load_plain(run_dir: Path) -> dict[str, Any]:
     """Return the frozen config of a run as plain values.
 
     Raises:
-        RunDirError: it is missing or cannot be read.
+        RunDirError: the config is missing or cannot be read.
     """
     run = RunDir(run_dir)
     try:
         text = files.read_regular(run.config, limit=MAX_BYTES).decode()
-        # Merged into the schema, so that an option added since then has its default.
+        # The values are merged into the schema, so that options added in later versions get their defaults.
         return _by_section(text) or plain_values(OmegaConf.merge(schema(), _values_of_all_sections(text)))
     except FileNotFoundError:
         raise RunDirError(f"{run.config} is missing: {run_dir} is not a run directory") from None
-    except OSError as error:  # kept as the cause, because a transient error such as EIO decides nothing
+    except OSError as error:  # kept as the cause, because a transient error such as EIO says nothing about the run
         raise RunDirError(f"{run.config} cannot be read ({error.strerror or error})") from error
     except (*READ_ERRORS, AssertionError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
@@ -94,11 +94,11 @@ def load_plain(run_dir: Path) -> dict[str, Any]:
 def over_schema(values: dict[str, Any]) -> dict[str, Any]:
     """Merge resolved values into the schema, section by section.
 
-    Merged sections are cached, because the jobs of a sweep share most of them. A user's primary config need not start
-    from the schema.
+    Merged sections are cached, because the jobs of a sweep share most of them. The merge is needed because a user's
+    primary config may not include the schema.
 
     Raises:
-        READ_ERRORS: the values do not fit.
+        READ_ERRORS: a value does not fit the schema.
     """
     values, names = with_one_name(values), [field.name for field in fields(Config)]
     if sorted(values) == sorted(names):
@@ -116,10 +116,10 @@ def _values_of_all_sections(text: str) -> dict[str, Any]:
 
 
 def _by_section(text: str) -> dict[str, Any] | None:
-    """Return the values of a frozen config, merged into the schema by section.
+    """Return the values of a frozen config, merged into the schema section by section.
 
-    Merged sections are cached, because the runs of a sweep share most of them. Return None if the text differs from the
-    form in which it is written, or has errors.
+    Merged sections are cached, because the runs of a sweep share most of them. Return None if the text has errors, or
+    is not formatted as `to_yaml` writes it.
     """
     try:
         check_structure(text)
@@ -132,7 +132,7 @@ def _by_section(text: str) -> dict[str, Any] | None:
 
 @lru_cache(maxsize=CACHED)
 def _merged(text: str) -> tuple[str, Any]:
-    """Return the name of a config's section, and its value merged into the schema."""
+    """Return the name of a config section, and its value merged into the schema."""
     name, value = section(text)
     return name, plain_values(OmegaConf.merge(_section_schema(name), {name: value}))[name]
 
@@ -146,7 +146,7 @@ def _section_schema(name: str) -> DictConfig:
 
 
 def holds(run_dir: Path, plain: dict[str, Any]) -> bool:
-    """Return whether the frozen config of a run has exactly these values, in the form in which they are written now."""
+    """Return whether a run's frozen config has exactly these values, in the current format."""
     try:
         return repr(read_plain(RunDir(run_dir).config)) == repr(plain)
     except (OSError, ValueError):
@@ -154,10 +154,10 @@ def holds(run_dir: Path, plain: dict[str, Any]) -> bool:
 
 
 def load(run_dir: Path) -> Config:
-    """Load the frozen config of a run; nodes with `_target_` stay plain dictionaries.
+    """Load the frozen config of a run. Nodes with `_target_` stay plain dictionaries.
 
     Raises:
-        UserError: it is missing, cannot be read, or does not fit the schema.
+        UserError: the config is missing, cannot be read, or does not fit the schema.
     """
     plain = load_plain(run_dir)
     refuse(f"{RunDir(run_dir).config}: {error}" for error in config_errors(to_config(plain)))
@@ -165,13 +165,13 @@ def load(run_dir: Path) -> Config:
 
 
 def trained(plain: dict[str, Any]) -> Config:
-    """Return the config that a run trains by. A branch follows its trunk's up to the fork; see `runner.config.fork`."""
+    """Return the config a run trains with. Up to the fork, a branch uses its trunk's config."""
     config = to_config(plain)
     return config if config.fork.run is None else planned(config, trained(trunk_values(plain)))
 
 
 def to_config(plain: dict[str, Any]) -> Config:
-    """Convert a resolved config that has been merged into the schema to dataclasses."""
+    """Convert a resolved config, already merged into the schema, to dataclasses."""
     config = _typed(Config, plain)
     assert isinstance(config, Config)
     return config
@@ -205,13 +205,13 @@ def _kind(hint: Any) -> str:
 
 
 def plain_values(config: DictConfig | ListConfig, resolve: bool = True) -> dict[str, Any]:
-    """Return `config` as dictionaries, lists and scalars, with enums by name; empty if it is not a dictionary."""
+    """Return `config` as dictionaries, lists and scalars, with enums by name. Return {} if it is not a dictionary."""
     values = _without_tuples(OmegaConf.to_container(config, resolve=resolve, enum_to_str=True))
     return {str(key): value for key, value in values.items()} if isinstance(values, dict) else {}
 
 
 def _without_tuples(node: Any) -> Any:
-    """Replace tuples, which OmegaConf returns from 2.4 on, with lists, so that a frozen config reads back equal."""
+    """Replace tuples, which OmegaConf 2.4 and later return, with lists, so that a frozen config reads back equal."""
     if isinstance(node, dict):
         return {key: _without_tuples(value) for key, value in node.items()}
     return [_without_tuples(value) for value in node] if isinstance(node, list | tuple) else node

@@ -1,4 +1,4 @@
-"""Look up the types of the settings in the schema, and describe them. Imports neither torch nor Hydra."""
+"""Look up and describe the types of settings in the schema. Imports neither torch nor Hydra."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", s
 
 
 def without_none(hint: Any) -> tuple[Any, bool]:
-    """Return the type without `None`, and whether it allowed `None`."""
+    """Return a type without `None`, and whether it allowed `None`."""
     if get_origin(hint) in (Union, UnionType):
         kinds = [kind for kind in get_args(hint) if kind is not type(None)]
         return kinds[0], True
@@ -22,14 +22,14 @@ def without_none(hint: Any) -> tuple[Any, bool]:
 
 
 def expected(key: str) -> str:
-    """Describe what the schema allows for the dotted `key`; empty if it allows anything."""
+    """Describe the values that the schema allows for the dotted `key`. Return an empty string if it allows any."""
     hint, optional = without_none(type_of(key))
     text = description(hint)
     return f"{text} or null" if text and optional else text
 
 
 def type_of(key: str) -> Any:
-    """Return the type of the dotted `key` in the schema; None if it has none."""
+    """Return the type of the dotted `key` in the schema, or None if the schema does not define one."""
     hint: Any = Command
     for name in key.split("."):
         hint = without_none(hint)[0]
@@ -43,7 +43,7 @@ def type_of(key: str) -> Any:
 
 
 def description(hint: Any) -> str:
-    """Describe values of a type in words; empty if they may be anything."""
+    """Describe the values of a type in words. Return an empty string if any value is allowed."""
     if isinstance(hint, type) and issubclass(hint, Enum):
         return "one of " + ", ".join(member.name for member in hint)
     origin = get_origin(hint)

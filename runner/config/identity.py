@@ -1,4 +1,4 @@
-"""Decide which values of a config identify a run, and how two configs differ. Plain dictionaries only."""
+"""Decide which config values identify a run, and how two configs differ. Works on plain dictionaries only."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 
 HASH_DIGITS = 8
 ABSENT = "(absent)"
-FILLED_IN = ("run.directory", "run.typed", "run.changed_by")  # not settings, but filled in
+FILLED_IN = ("run.directory", "run.typed", "run.changed_by")  # filled in by the runner, so not settings
 MAX_NAME = 80
-MAX_GIVEN = 160  # characters of a name with the settings of the command; file systems allow 255 bytes
-# Keys that are left out of a run's name, because their values are clear alone.
+MAX_GIVEN = 160  # maximum length of the command's settings in a name; file systems allow 255 bytes in total
+# Keys that are omitted from a run's name, because their values are clear without them.
 CLEAR_WITHOUT_KEY = ("sampler.kind", "scheduler.decay", "strategy")
-# Keys of paths. A run's name shows the last part of the path.
+# Keys that contain paths. The name of a run shows only the last part of a path.
 PATHS = (".path", "_dir")
 
-# Dotted keys, or prefixes that end in a dot, that cannot change the result of a run and are not part of its identity.
+# Keys that cannot change a run's result and are not part of its identity. An entry that ends in a dot is a prefix.
 FREE_KEYS = (
     "run.name",
     "run.dir",
@@ -52,19 +52,19 @@ FREE_KEYS = (
     "data.pin_memory",
     "data.cache_dir",
     "data.eval_sources.",
-    *("search.trials", "search.keep", "search.prune"),  # of a search, which runs do not have
-    "fork.run",  # where the trunk is; `fork.digest` identifies it
-    "init_from.run",  # likewise
+    *("search.trials", "search.keep", "search.prune"),  # settings of a search; runs do not have them
+    "fork.run",  # the trunk's location; `fork.digest` identifies the trunk
+    "init_from.run",  # the location of the source run; `init_from.digest` identifies it
     "fork.was.",
     "fork.trunk.",
 )
-# How a global batch is split: with the elastic sampler the data order continues across a change.
+# How a global batch is split. With the elastic sampler, the data order continues after a change.
 SHAPE_KEYS = ("train.batch_size", "train.grad_accum_steps", "train.global_batch_size")
-# What determines the data order: a run accepts a change only with `run.allow_data_change=true`.
+# Settings that determine the data order. A run accepts a change only with `run.allow_data_change=true`.
 DATA_KEYS = ("sampler.", "phases.", "data.sources.", "data.weights.")
-# The length is part of a run's identity only if a setting depends on it: see `length_readers`.
+# The length of a run. It is part of the identity only if another setting depends on it; see `length_readers`.
 LENGTH_KEYS = ("train.steps", "train.epochs")
-# Settings that change the result and that `runner resume` may change; the run directory is then marked as edited.
+# Settings that change the result but that `runner resume` may change. The run directory is then marked as edited.
 EDIT_KEYS = (*LENGTH_KEYS, "run.threads")
 DEFAULT_STEPS = 300
 
@@ -72,10 +72,10 @@ DEFAULT_STEPS = 300
 class ConfigChange(NamedTuple):
     """A value that differs between a frozen config and a new one."""
 
-    key: str  # dotted
+    key: str  # the dotted key
     old: Any
     new: Any
-    kind: str  # see `kind_of`
+    kind: str  # as returned by `kind_of`
 
     def __str__(self) -> str:
         return f"{self.key}: {as_text(self.old)} -> {as_text(self.new)}"
@@ -83,7 +83,7 @@ class ConfigChange(NamedTuple):
 
 @lru_cache(maxsize=1 << 16)
 def kind_of(key: str) -> str:
-    """Return how a change of this dotted key affects an existing run: `free`, `shape`, `data`, `edit` or `fixed`."""
+    """Return how a change of `key` affects an existing run: `free`, `shape`, `data`, `edit` or `fixed`."""
     if key.endswith(".cache_dir"):
         return "free"
     for kind, prefixes in (
@@ -98,14 +98,14 @@ def kind_of(key: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Write `value` as in a config."""
+    """Format `value` as it is written in a config."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return dotted key -> value. Lists and empty dictionaries are values."""
+    """Return a flat dictionary with dotted keys. Lists and empty dictionaries are kept as values."""
     flat: dict[str, Any] = {}
     for name, value in node.items():
         key = f"{prefix}{name}"
@@ -117,20 +117,21 @@ def flatten(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def identity(plain: dict[str, Any]) -> str:
-    """Return eight hexadecimal digits of everything in a resolved config that can change the result.
+    """Return eight hexadecimal digits: the hash of everything in a resolved config that can change the result.
 
-    `FREE_KEYS` are excluded. Once `train.global_batch_size` is set, so is how the global batch is split. A path counts
-    as it was typed, and the length of the run only if a setting depends on it. So of two runs with the same identity,
-    on the same ranks and devices, the longer one begins with the records of the shorter one.
+    `FREE_KEYS` are excluded. If `train.global_batch_size` is set, the split of the global batch is excluded too. Paths
+    are included as typed. The length of the run is included only if a setting depends on it. Therefore, if two runs
+    with the same identity use the same ranks and devices, the longer one starts with the same records as the shorter
+    one.
     """
     flat = identifying_values(plain)
-    # The seeded mixture draws from its sources in the order in which they are listed, which sorted keys would hide.
+    # The seeded mixture draws from its sources in the listed order, which sorting the keys would hide.
     flat["data.sources in order"] = list(plain["data"]["sources"])
     return digest_of(flat)
 
 
 def identifying_values(plain: dict[str, Any]) -> dict[str, Any]:
-    """Return dotted key -> value of everything that can change the result."""
+    """Return a flat mapping of dotted keys to values, limited to everything that can change the result."""
     changing = _changing(plain)
     typed = typed_values(plain).items()
     flat = {key: value for key, value in typed if kind_of(key) != "free" or key.startswith(changing)}
@@ -147,7 +148,10 @@ def identifying_values(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def typed_values(plain: dict[str, Any]) -> dict[str, Any]:
-    """Return dotted key -> value, with each path as it was typed, so that the command's directory does not matter."""
+    """Return a flat mapping of dotted keys to values.
+
+    Paths are kept as typed, so the result does not depend on the working directory.
+    """
     typed = plain["run"].get("typed")
     if not typed:
         return flatten(plain)
@@ -155,7 +159,7 @@ def typed_values(plain: dict[str, Any]) -> dict[str, Any]:
     for key, text in typed.items():
         *names, last = key.split(".")
         node: Any = made
-        with suppress(LookupError, TypeError, ValueError):  # an edited file
+        with suppress(LookupError, TypeError, ValueError):  # the file was edited
             for name in names:
                 node = node[int(name)] if isinstance(node, list) else node[name]
             if last in node:
@@ -164,9 +168,10 @@ def typed_values(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def length_readers(plain: dict[str, Any]) -> list[str]:
-    """Return the keys of the schedules that depend on the length of the run: they decay without a `total_steps`.
+    """Return the config keys of schedules that decay but set no `total_steps`.
 
-    A user's class or function gets the length only if a config interpolates it into one of its options.
+    These schedules depend on the run's length. A user's class or function depends on it only if the config interpolates
+    the length into one of its options.
     """
     run, nodes = plain["scheduler"], plain["optimizers"].values()
     own = {
@@ -184,12 +189,12 @@ def _follows_length(scheduler: dict[str, Any]) -> bool:
 
 
 def evaluation_digest(plain: dict[str, Any]) -> str:
-    """Return eight hexadecimal digits of everything in a resolved config that decides what an evaluation computes."""
+    """Return eight hexadecimal digits: the hash of everything in a resolved config that affects evaluation results."""
     return digest_of(evaluation_values(plain))
 
 
 def evaluation_values(plain: dict[str, Any]) -> dict[str, Any]:
-    """Return dotted key -> value of everything in a config that decides what an evaluation computes."""
+    """Return a flat mapping of dotted keys to values, limited to everything that affects evaluation results."""
     prefixes = ("eval.", "data.eval_sources.", "data.collate.")
     flat = {key: value for key, value in typed_values(plain).items() if key.startswith(prefixes)}
     others = (".every_steps", ".every_epochs", ".at_start", ".at_end", ".cache_dir")
@@ -199,16 +204,16 @@ def evaluation_values(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def result_values(plain: dict[str, Any]) -> dict[str, Any]:
-    """Return dotted key -> value of the settings that decide a run's results but not its identity.
+    """Return a flat mapping of the settings that affect a run's results but are not part of its identity.
 
-    They are the settings of evaluations and of the end of the run.
+    These are the settings of evaluations and of early stopping.
     """
     ends = {key: value for key, value in flatten(plain).items() if key.startswith("early_stopping.")}
     return {**ends, **evaluation_values(plain)}
 
 
 def canonical(node: Any) -> str:
-    """Write nested values as text that does not depend on the order of keys of any type."""
+    """Convert nested values to text that does not depend on the order of keys. Keys may have any type."""
     if isinstance(node, dict):
         return "{" + ", ".join(sorted(f"{key!r}: {canonical(value)}" for key, value in node.items())) + "}"
     if isinstance(node, list | tuple):
@@ -217,15 +222,15 @@ def canonical(node: Any) -> str:
 
 
 def digest_of(values: Any) -> str:
-    """Return the first hexadecimal digits of a digest of nested values."""
+    """Return a short hexadecimal hash of nested values."""
     text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
 
 
 def differences(frozen: dict[str, Any], new: dict[str, Any]) -> list[ConfigChange]:
-    """Return the changes from `frozen` to `new`, ordered by dotted key, including keys that one of them lacks.
+    """Return the changes from `frozen` to `new`, ordered by dotted key. Keys that only one of them has are included.
 
-    A path that was typed the same in another directory is a change of kind `moved`.
+    If the same path was typed in a different directory, the change has kind `moved`.
     """
     old_flat, new_flat = flatten(frozen), flatten(new)
     old_typed, new_typed = typed_paths(frozen), typed_paths(new)
@@ -239,7 +244,7 @@ def differences(frozen: dict[str, Any], new: dict[str, Any]) -> list[ConfigChang
         kind = "fixed" if key.startswith((*_changing(frozen), *_changing(new))) else kind_of(key)
         if key in old_typed and key in new_typed:
             if old_typed[key].absolute == new_typed[key].absolute:
-                continue  # when one of them was frozen it did not exist, and so was not known to be a path
+                continue  # the path did not exist when one config was frozen, so it was not recognized as a path
             if old_typed[key].text == new_typed[key].text:
                 kind = "moved"
         found.append(ConfigChange(key, old, value, kind))
@@ -247,19 +252,19 @@ def differences(frozen: dict[str, Any], new: dict[str, Any]) -> list[ConfigChang
 
 
 def _changing(plain: dict[str, Any]) -> tuple[str, ...]:
-    """Return the key prefixes of the callbacks that change what is trained."""
+    """Return the key prefixes of callbacks that change what is trained."""
     return tuple(f"callbacks.{name}." for name in plain.get("run", {}).get("changed_by") or ())
 
 
 class TypedPath(NamedTuple):
-    """A path as it was typed, and its meaning in the directory of the command."""
+    """A path as typed, and the path that it meant in the command's working directory."""
 
-    text: Any  # a text or a list of texts
+    text: Any  # a string or a list of strings
     absolute: Any
 
 
 def typed_paths(plain: dict[str, Any]) -> dict[str, TypedPath]:
-    """Return dotted key -> path, for each path that was typed relative to the directory of the command."""
+    """Return every path that was typed relative to the working directory, by dotted key."""
     run = plain.get("run", {})
     base = str(run.get("directory") or "")
     found = {}
@@ -271,7 +276,7 @@ def typed_paths(plain: dict[str, Any]) -> dict[str, TypedPath]:
 
 
 def _is_emptied_dict(key: str, old: Any, new: Any, old_flat: dict[str, Any], new_flat: dict[str, Any]) -> bool:
-    """Return whether `key` is an empty dictionary on one side only, so that its entries are listed instead."""
+    """Return whether `key` is an empty dictionary in only one config. Then its entries are listed instead."""
     if old == {} and new is ABSENT:
         return any(other.startswith(f"{key}.") for other in new_flat)
     if new == {} and old is ABSENT:
@@ -282,21 +287,21 @@ def _is_emptied_dict(key: str, old: Any, new: Any, old_flat: dict[str, Any], new
 def readable_name(
     title: str, base: dict[str, Any], plain: dict[str, Any], given: Sequence[str] = (), options: Sequence[str] = ()
 ) -> str:
-    """Return `title`, then the values in which `plain` differs from `base` or that were given, then the seed.
+    """Return a name: `title`, then values that differ from `base` or were set by the command, then the seed.
 
     Args:
-        title: the name of the experiment or of the data option.
-        base: resolved config of that experiment and data option alone.
-        plain: resolved config of the run.
-        given: keys that the command sets, even to their usual value: another job may set another value.
-        options: of groups that the command chooses, likewise.
+        title: the name of the experiment or the data option.
+        base: the resolved config of that experiment and data option without other overrides.
+        plain: the resolved config of the run.
+        given: the keys that the command sets, even to the default value, because another job may set a different value.
+        options: the groups whose option the command chooses, even if it is the default.
     """
     flat = identifying_values(plain)
     changed = {change.key: change.new for change in differences(identifying_values(base), flat)}
     values = {**changed, **{key: flat[key] for key in given if key in flat}}
     own, usual = {key for key in given if key in flat}, flatten(base)
     parts: dict[str, str] = {}
-    for key in sorted(values, key=lambda key: (key not in own, key)):  # given values first, while there is room
+    for key in sorted(values, key=lambda key: (key not in own, key)):  # values set by the command first
         is_usual = _is_left_out(key, values[key]) or values[key] == usual.get(key, ABSENT)
         if key == "seed" or values[key] == {} or (key not in own and is_usual):
             continue
@@ -314,13 +319,13 @@ def readable_name(
 
 
 def _is_left_out(key: str, value: Any) -> bool:
-    if key == "init_from.strict" and value:  # without a warm start, the base has no such value
+    if key == "init_from.strict" and value:  # without a warm start, the base config has no such value
         return True
     return value is None or value is ABSENT or isinstance(value, dict | list)
 
 
 def _part_of_name(key: str, value: Any) -> str:
-    """Return a key and its value as a part of a file name, or only the value if that is clear alone."""
+    """Return a key and its value as part of a file name, or only the value if it is clear without the key."""
     if key.endswith("_target_"):
         return _slug(as_text(value).rpartition(".")[2])
     if key in ("init_from.path", "init_from.digest"):

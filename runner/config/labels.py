@@ -22,14 +22,14 @@ _BELOW_NAMES = (
     "phases.",
     "user.",
 )
-"""Settings whose last word alone is unclear: their names include the word before it."""
+"""Settings whose last word is ambiguous. Their short names include the word before it."""
 
 
 def labels(run: RunDir) -> tuple[list[str], list[str]]:
-    """Return the tags and the notes of a run. A config that cannot be parsed has none.
+    """Return the tags and notes of a run. Both are empty if the config cannot be parsed.
 
     Raises:
-        OSError: they cannot be read.
+        OSError: the tags or notes cannot be read.
     """
     found: Any = None
     with suppress(ValueError):
@@ -41,13 +41,13 @@ def labels(run: RunDir) -> tuple[list[str], list[str]]:
 
 
 def telling(settings: Sequence[Mapping[str, Any]], most: int = 4) -> list[str]:
-    """Return the settings that distinguish runs, those with most values first.
+    """Return the settings that distinguish the runs, those with the most values first.
 
-    Of settings that differ alike, return one.
+    If several settings differ in the same way, return only one of them.
 
     Args:
-        settings: dotted key -> value of each run; a run without any is left out.
-        most: the maximum number to return.
+        settings: the settings of each run by dotted key. Runs without settings are ignored.
+        most: the maximum number of settings to return.
     """
     known = [each for each in settings if each]
     if len(known) < 2:
@@ -69,10 +69,10 @@ def telling(settings: Sequence[Mapping[str, Any]], most: int = 4) -> list[str]:
 
 
 def short_names(keys: Sequence[str], taken: Collection[str]) -> dict[str, str]:
-    """Return the shortest ends of dotted keys that are clear and distinct.
+    """Return the shortest suffixes of dotted keys that are unambiguous and distinct.
 
     Args:
-        keys: of the settings.
+        keys: the dotted keys of the settings.
         taken: names that are already used.
     """
     found = {}

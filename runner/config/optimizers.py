@@ -1,7 +1,7 @@
-"""Check the options of optimizers: `optimizer`, or several under `optimizers`, and their groups of parameters.
+"""Check the options of optimizers: a single `optimizer` or several `optimizers`, and their parameter groups.
 
-Whether a pattern matches a parameter, and which options an optimizer has, is known only with a model: see
-`runner.training.model.parameters`.
+Some checks need a model, namely which parameters a pattern matches and which options an optimizer accepts. See
+`runner.training.model.parameters` for these.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from runner.config.schedule import (
 )
 
 SINGLE = "optimizer"
-"""The name of the only optimizer where `optimizers` is empty."""
+"""The name of the only optimizer if `optimizers` is empty."""
 
 OURS = "runner.training.optim.AdamW"
 KNOWN = (OURS, "torch.optim.AdamW", "torch.optim.SGD")
 OWN_KEYS = ("match", "groups", "scheduler")
-"""Keys of one of several optimizers that are not arguments of its class. A single optimizer has only `groups`."""
+"""Keys in an entry of `optimizers` that are not arguments of its class. A single optimizer has only `groups`."""
 
 
 def optimizer_nodes(optimizer: dict[str, Any], several: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the node of each optimizer by name: those of `optimizers`, or else `optimizer` under the name `SINGLE`."""
+    """Return the config node of each optimizer by name. If `optimizers` is empty, use `optimizer` as `SINGLE`."""
     return dict(several) if several else {SINGLE: optimizer}
 
 
 def key_of(name: str, several: Mapping[str, Any]) -> str:
-    """Return the config key of an optimizer, for messages."""
+    """Return the config key of an optimizer, for error messages."""
     return f"optimizers.{name}" if several else SINGLE
 
 
 def scheduler_of(key: str, node: Mapping[str, Any], run: SchedulerConfig) -> tuple[str, SchedulerConfig]:
-    """Return the config key and the options of an optimizer's scheduler: its own, or else the run's.
+    """Return the config key and options of an optimizer's scheduler: its own, or the run's scheduler if it has none.
 
     Raises:
-        ScheduleError: an option of its own scheduler has the wrong type.
+        ScheduleError: an option of the optimizer's own scheduler has the wrong type.
     """
     if node.get("scheduler") is None:
         return "scheduler", run
@@ -55,7 +55,7 @@ def optimizer_errors(
     steps: int | None,
     phases: Mapping[str, Phase],
 ) -> Iterator[str]:
-    """Yield a line for each error of the optimizers that can be found without the model."""
+    """Yield a line for each error in the optimizers that can be found without the model."""
     if not several and not optimizer.get("_target_"):
         yield "optimizer._target_ is missing: choose an optimizer, for example optimizer=adamw"
     for name, node in optimizer_nodes(optimizer, several).items():
@@ -73,7 +73,7 @@ def optimizer_errors(
 def _own_errors(
     name: str, key: str, node: dict[str, Any], steps: int | None, phases: Mapping[str, Phase]
 ) -> Iterator[str]:
-    """Yield errors of the entries that only several optimizers have: a name, a match, a scheduler."""
+    """Yield the errors of the entries that only `optimizers` have: the name, `match` and `scheduler`."""
     if not str(name).isidentifier():
         yield f"{key}: the name of an optimizer must be an identifier, such as that of a submodule"
     if "match" in node:
@@ -93,7 +93,7 @@ def _own_errors(
 
 
 def _value_errors(key: str, node: Mapping[str, Any]) -> Iterator[str]:
-    """Yield errors of the options that torch's optimizers share, if `node` has them."""
+    """Yield the errors of options that torch's optimizers share, as far as `node` has them."""
     for name in ("lr", "weight_decay", "eps", "momentum"):
         if not is_finite(value := node.get(name, 0.0)) or value < 0:
             yield f"{key}.{name}={value} must be a finite number, 0 or more"
@@ -126,7 +126,7 @@ def _group_errors(key: str, groups: Any, known: bool) -> Iterator[str]:
             yield f"{where} changes nothing: give it an option of the optimizer, such as lr, or freeze: true"
         if "params" in options:
             yield f"{where}.params is for the optimizer itself: name parameters with match"
-        # In other classes, eps or betas may mean something else.
+        # In other classes, eps or betas may have a different meaning.
         yield from _value_errors(where, options if known else {n: options[n] for n in ("lr",) if n in options})
 
 
@@ -137,8 +137,8 @@ def _match_errors(key: str, match: Any) -> Iterator[str]:
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether `value` is a finite number. Booleans are not numbers here."""
+    """Return whether `value` is a finite number. Booleans are not treated as numbers."""
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer too large for a float
+    except OverflowError:  # the integer is too large for a float
         return False

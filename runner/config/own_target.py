@@ -1,7 +1,7 @@
-"""Define config groups with typed options that a user's function or class may replace by `_target_`.
+"""Define config groups with typed options that you can replace with your own function or class (`_target_`).
 
-Without `_target_` such a group has its typed options and no others. With it, further keys are options of the target. A
-group joins by subclassing `Replaceable`; no other module needs to know of it.
+Without `_target_`, such a group has only its typed options. With `_target_`, additional keys are options of the target.
+To make a group replaceable, subclass `Replaceable`. No other module has to be changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from runner.errors import nearest
 
 @dataclass
 class Replaceable:
-    """Base of a typed group. `options` has the further keys, which only a `_target_` uses."""
+    """Base class of a typed group. `options` contains the additional keys, which only a `_target_` uses."""
 
     _target_: str | None = None
 
@@ -28,9 +28,9 @@ class Replaceable:
         return self._target_
 
     def node(self, parameters: Collection[str]) -> dict[str, Any]:
-        """Return the node for `targets.bind`: the further keys, and the typed options that the target accepts.
+        """Return the node for `targets.bind`: the additional keys, and those typed options that the target accepts.
 
-        A typed option that is null is not passed, so that the target's default holds.
+        Typed options that are null are not passed, so that the target's defaults apply.
         """
         typed = {each.name: getattr(self, each.name) for each in fields(self) if each.name in parameters}
         plain = {name: value.name if isinstance(value, Enum) else value for name, value in typed.items()}
@@ -39,7 +39,7 @@ class Replaceable:
 
 
 def option_errors(key: str, group: Replaceable) -> Iterator[str]:
-    """Yield a line for each further key of the config's `key` that nothing uses."""
+    """Yield a line for each additional key below the config's `key` that nothing uses."""
     if group.target is not None:
         return
     known = [each.name for each in fields(group) if each.name != "_target_"]

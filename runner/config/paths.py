@@ -1,7 +1,7 @@
-"""Resolve relative paths in a config against the directory of the command, wherever the job then runs.
+"""Resolve relative paths in a config against the command's working directory, wherever the job runs later.
 
-The config keeps the absolute path, which the job reads, and under `run.typed` the path as it was typed, which
-identifies the run. So a path means the same run whether or not it exists yet.
+The config contains the absolute path, which the job reads. Under `run.typed` it also contains the path as typed, which
+is part of the run's identity. Therefore the identity does not depend on whether the path exists yet.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any
 
 from runner.system import files
 
-# Dataset arguments with a path or a list of paths.
+# Dataset arguments that are a path or a list of paths.
 PATH_KEYS = ("path", "paths", "file", "files", "folder", "directory", "root", "cache_dir")
-# Dataset arguments with a path or other text: a path only if it exists.
+# Dataset arguments that are a path or other text. They are treated as a path only if it exists.
 PATHS_OR_WORDS = ("tokenizer", "chat_template")
 
 
 def anchored(path: str, base: Path) -> str:
-    """Return `path` as an absolute path, resolved against `base`; `~` is the home directory."""
+    """Return `path` as an absolute path, resolved against `base`. `~` is replaced with the home directory."""
     return str(base / Path(path).expanduser())
 
 
 def anchor(plain: dict[str, Any], base: Path) -> None:
-    """Make the paths of a resolved config absolute, in place. Record the directory and the paths as they were typed.
+    """Make the paths in a resolved config absolute, in place. Record the working directory and the paths as typed.
 
-    For a class of this package, every value under a name in `PATH_KEYS` is a path. For a user's class it may be
-    something else, such as the name of a dataset on a hub, so it is a path only if that exists. The identity of the run
-    does not depend on that.
+    For a class of this package, every value with a key in `PATH_KEYS` is a path. For a user's class, such a value may
+    be something else, e.g. the name of a dataset on a hub. It is therefore treated as a path only if the path exists.
+    This does not affect the identity of the run.
     """
     run, data = plain["run"], plain["data"]
     before = Path(run["directory"]) if run["directory"] else base
@@ -57,13 +57,13 @@ def anchor(plain: dict[str, Any], base: Path) -> None:
 
 
 def relocate(plain: dict[str, Any], run_dir: Path) -> None:
-    """Resolve the paths of a frozen config again, in place, if the run was moved or copied together with its project.
+    """Resolve the paths in a frozen config again, in place, if the run was moved or copied together with its project.
 
-    That is assumed if the run directory has the same place relative to some directory as it had relative to the
-    command's, and every path that was typed exists relative to that directory.
+    A project has moved if two conditions hold. The run directory has the same relative path in some new directory as it
+    had in the working directory of the command. And every path, as typed, exists relative to that new directory.
     """
     run, base = plain["run"], None
-    with suppress(TypeError, ValueError):  # an old or edited config has no directory, or the run was outside it
+    with suppress(TypeError, ValueError):  # an old or edited config has no directory, or the run was not in it
         inside = Path(run["dir"]).relative_to(run["directory"])
         if Path(run["dir"]) != run_dir and run_dir.parts[-len(inside.parts) :] == inside.parts:
             base = Path(*run_dir.parts[: -len(inside.parts)])
@@ -78,7 +78,7 @@ def relocate(plain: dict[str, Any], run_dir: Path) -> None:
 
 
 def _paths(node: Any, key: str, shipped: bool) -> Iterator[tuple[str, str, dict[str, Any], bool]]:
-    """Yield (dotted key, last part, dictionary, whether a class of this package takes it) of each path."""
+    """Yield (dotted key, last part of the key, its dictionary, whether its class is in this package) per path."""
     if isinstance(node, list):
         for number, item in enumerate(node):
             yield from _paths(item, f"{key}.{number}", shipped)
@@ -95,7 +95,7 @@ def _paths(node: Any, key: str, shipped: bool) -> Iterator[tuple[str, str, dict[
 
 
 def _texts(value: Any) -> list[str]:
-    """Return the paths in a value, without network paths."""
+    """Return the paths in a value, without URLs."""
     values = value if isinstance(value, list) else [value]
     return [text for text in values if isinstance(text, str) and "://" not in text]
 

@@ -1,4 +1,4 @@
-"""Read a run's config.yaml as plain values, quickly: with the YAML reader in C, without omegaconf."""
+"""Read a run's config.yaml as plain values. This is fast: it uses the YAML reader written in C, and not omegaconf."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import yaml
 
 from runner.system import files
 
-MAX_BYTES = 8 << 20  # room for 100,000 exclusions; most have a few thousand bytes
+MAX_BYTES = 8 << 20  # enough for 100,000 exclusions; most configs have a few thousand bytes
 MAX_DEPTH = 100
-CACHED = 1 << 14  # config sections kept in memory, read or written
+CACHED = 1 << 14  # the number of config sections cached in memory, for reading and writing
 _NOT_OURS = re.compile(r"^(?!\w+:| |- |$)", re.MULTILINE)
 _TOP_LEVEL = re.compile(r"^(?=\w+:)", re.MULTILINE)
 _FLOAT = re.compile(
@@ -29,13 +29,13 @@ _FLOAT = re.compile(
 
 
 class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Read YAML as OmegaConf does: 1e-3 is a number, a date is text, and duplicate keys are errors."""
+    """Read YAML as OmegaConf does: 1e-3 is a number, a date is a string, and duplicate keys are errors."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Construct a dictionary; PyYAML calls this.
 
         Raises:
-            ConstructorError: two keys are the same.
+            ConstructorError: a key occurs twice.
         """
         keys = [key.value for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"]
         if len(keys) > len(set(keys)):
@@ -53,11 +53,11 @@ Loader.yaml_implicit_resolvers = {
 
 
 def read_plain(path: Path) -> dict[str, Any]:
-    """Return the resolved values of a frozen config.
+    """Return the resolved values of a frozen config file.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not a frozen config.
+        ValueError: the file is not a frozen config.
     """
     text = files.read_regular(path, limit=MAX_BYTES).decode()
     try:
@@ -70,13 +70,13 @@ def read_plain(path: Path) -> dict[str, Any]:
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """Return the values of a config as they are written. They are shared, so do not modify them.
+    """Return the values in a config's text. Callers share them, so do not modify them.
 
-    Top-level entries are read one by one if possible, because the runs of a sweep share most of them.
+    Top-level entries are parsed one by one if possible, because the runs of a sweep share most of them.
 
     Raises:
-        ValueError: it is not a frozen config.
-        YAMLError: it is not YAML.
+        ValueError: the text is not a frozen config.
+        YAMLError: the text is not YAML.
     """
     check_structure(text)
     try:
@@ -92,10 +92,10 @@ def parsed(text: str) -> dict[str, Any]:
 
 
 def sections(text: str) -> list[str]:
-    """Split a config into its top-level entries, each a YAML text.
+    """Split a config into its top-level entries, each a YAML string.
 
     Raises:
-        ValueError: the text does not have the form that `runner.config.frozen.to_yaml` writes.
+        ValueError: the text is not in the format that `runner.config.frozen.to_yaml` writes.
     """
     if _NOT_OURS.search(text):
         raise ValueError("not written by this program")
@@ -104,22 +104,22 @@ def sections(text: str) -> list[str]:
 
 @lru_cache(maxsize=CACHED)
 def section(text: str) -> tuple[str, Any]:
-    """Return the name and the value of a top-level entry.
+    """Return the name and the value of a single top-level entry.
 
     Raises:
-        ValueError: there is not exactly one entry.
-        YAMLError: it is not YAML.
+        ValueError: the text does not have exactly one entry.
+        YAMLError: the text is not YAML.
     """
     ((name, value),) = yaml.load(text, Loader=Loader).items()
     return name, value
 
 
 def read_section(path: Path, name: str) -> Any:
-    """Read one top-level entry of a frozen config; None if it is missing.
+    """Read one top-level entry of a frozen config. Return None if it is missing.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not a frozen config.
+        ValueError: the file is not a frozen config.
     """
     text = files.read_regular(path, limit=MAX_BYTES).decode()
     try:
@@ -133,14 +133,14 @@ def read_section(path: Path, name: str) -> Any:
 
 
 def check_structure(text: str) -> None:
-    """Refuse text that is never in a frozen config and could exhaust the reader's stack, or take hours.
+    """Reject text that no frozen config contains and that could exhaust the reader's stack or take hours to read.
 
     Raises:
-        ValueError: it has aliases, or is nested too deeply.
-        YAMLError: it is not YAML.
+        ValueError: the text has aliases, or is nested too deeply.
+        YAMLError: the text is not YAML.
     """
     if "&" not in text and "*" not in text and _is_shallow(text):
-        return  # without scanning its tokens, which takes as long as reading it
+        return  # skips scanning the tokens, which takes as long as reading the text
     depth = 0
     for event in yaml.parse(text, Loader=Loader):
         if isinstance(event, yaml.AliasEvent):
@@ -151,14 +151,14 @@ def check_structure(text: str) -> None:
 
 
 def _is_shallow(text: str) -> bool:
-    """Return whether the text is certainly not nested deeply, by its brackets and indentation."""
+    """Return True if brackets and indentation prove that the text is not deeply nested."""
     flow = text.count("[") + text.count("{")
     block = max(len(line) - len(line.lstrip(" -?:")) for line in text.splitlines() or [""])
     return flow + block < MAX_DEPTH // 3
 
 
 def copied(node: Any) -> Any:
-    """Copy the dictionaries and lists in `node`."""
+    """Copy `node` with all nested dictionaries and lists."""
     if isinstance(node, dict):
         return {name: copied(part) for name, part in node.items()}
     return [copied(part) for part in node] if isinstance(node, list) else node
@@ -175,7 +175,7 @@ def _unescaped(node: Any) -> Any:
 
 
 def _rewritten(node: Any, rewrite: Callable[[str], str]) -> Any:
-    """Rewrite every string in `node` except keys."""
+    """Apply `rewrite` to every string in `node` except keys."""
     if isinstance(node, dict):
         return {key: _rewritten(value, rewrite) for key, value in node.items()}
     if isinstance(node, list):

@@ -1,7 +1,7 @@
-"""Compute what changes with the step: the phases of a curriculum, and the learning rate. Pure functions, without state.
+"""Compute what depends on the step: the phases of a curriculum, and the learning rate. All functions are pure.
 
-A *step index* s is the number of completed steps. The phase and the learning rate at s are those of the next step, so a
-run's first step has index 0. Nothing here imports torch.
+A *step index* s is the number of completed steps. The phase and the learning rate at s apply to the next step, so the
+first step of a run has index 0. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from runner.bounds import MAX_COUNT, OTHERS, WEIGHT
 from runner.config.own_target import Replaceable, option_errors
 from runner.errors import UserError, nearest, refuse
 
-MAX_FACTOR = OTHERS["phases.NAME.lr_scale"].most  # the largest factor of a learning rate
-WARMUP_STEPS = 20  # if warmup_steps is not set
-WSD_DECAY_SHARE = 0.1  # of all steps, if decay_steps is not set
+MAX_FACTOR = OTHERS["phases.NAME.lr_scale"].most  # the largest factor for a learning rate
+WARMUP_STEPS = 20  # the default of warmup_steps
+WSD_DECAY_SHARE = 0.1  # the fraction of all steps that decay if decay_steps is not set
 
 
 class ScheduleError(UserError, ValueError):
-    """Phases or a learning-rate schedule with arguments out of range; one line per error."""
+    """Arguments of phases or of a learning-rate schedule are out of range. The message has one line per error."""
 
 
 @dataclass
@@ -44,24 +44,24 @@ class Phase:
 
 @dataclass(frozen=True)
 class PhaseState:
-    """The settings in effect at a step: a weight for every source, in the sources' order, and the rest.
+    """The settings in effect at a step. `weights` has a weight for every source, in the order of the sources.
 
-    `name` is the name of the phase, None before the first one.
+    `name` is the name of the phase, or None before the first phase.
     """
 
-    weights: dict[str, Any]  # numbers, once the data are open (see `runner.config.schema.source_weights`)
+    weights: dict[str, Any]  # numbers once the datasets are open (see `runner.config.schema.source_weights`)
     temperature: float
     lr_scale: float
     name: str | None
 
     @property
     def weight_list(self) -> list[float]:
-        """Return the weights in the order of the sources, as the samplers take them."""
+        """Return the weights as a list in the order of the sources, as the samplers need them."""
         return list(self.weights.values())
 
 
 def unreached_phases(phases: Mapping[str, Phase], steps: int) -> list[str]:
-    """Return a message for each phase that would begin after a run of `steps` steps ends."""
+    """Return a message for each phase that would begin after the end of a run with `steps` steps."""
     return [
         f"phases.{name}.start_step={phase.start_step} is never reached: the run ends after {steps} steps"
         for name, phase in phases.items()
@@ -70,18 +70,18 @@ def unreached_phases(phases: Mapping[str, Phase], steps: int) -> list[str]:
 
 
 class PhaseSchedule:
-    """The schedule of phases: step index -> weights, temperature and learning-rate scale.
+    """The schedule of phases. It maps a step index to weights, temperature and learning-rate scale.
 
-    A phase overrides the base values, not the phase before it: a setting that it leaves out has its base value.
+    A phase overrides the base values, not those of the previous phase. If it omits a setting, the base value applies.
 
     Args:
-        phases: by name, in any order.
-        base_weights: a weight for every source, in the order of the sources; empty if there is no mixture.
+        phases: the phases by name, in any order.
+        base_weights: a weight for every source, in the order of the sources. It is empty if there is no mixture.
         temperature: the base temperature.
 
     Raises:
-        ScheduleError: a negative start, two phases with the same start, an unknown source, a number out of range,
-            or a phase that leaves every source at weight 0.
+        ScheduleError: a start is negative, two phases start at the same step, a source is unknown, a number is out of
+            range, or a phase gives every source weight 0.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class PhaseSchedule:
             self._states.append(PhaseState(weights, float(own), float(phase.lr_scale), name))
 
     def at(self, step: int) -> PhaseState:
-        """Return the settings in effect for the step that begins when `step` steps are complete."""
+        """Return the settings in effect for the step that follows `step` completed steps."""
         return self._states[sum(start <= step for start in self._starts)]
 
     def mixtures(self) -> list[tuple[int, PhaseState]]:
-        """Return the steps at which the weights or the temperature change, and the settings from each of them on.
+        """Return the steps at which the weights or the temperature change, with the settings from each step on.
 
-        Step 0 is included. A phase that changes only the learning rate is left out, because it does not affect the data
+        Step 0 is included. Phases that change only the learning rate are omitted, because they do not affect the data
         order.
         """
         found = [(0, self.at(0))]
@@ -120,7 +120,7 @@ class PhaseSchedule:
 
 
 def _weight(weight: Any) -> Any:
-    """Return a weight as a float, or its placeholder until the data are open."""
+    """Return a weight as a float, or unchanged if it is a placeholder because the datasets are not open yet."""
     return float(weight) if isinstance(weight, int | float) else weight
 
 
@@ -150,7 +150,7 @@ def _phase_errors(phases: Mapping[str, Phase], base: Mapping[str, float]) -> Ite
 
 
 def weight_errors(key: str, weights: Mapping[str, float], sources: Collection[str]) -> Iterator[str]:
-    """Yield a line for each entry of the config's `key` that is not a source, or not a finite weight of 0 or more."""
+    """Yield a line for each entry of the config's `key` that is not a source or whose weight is not finite and >= 0."""
     for name, weight in weights.items():
         if name not in sources:
             known = ", ".join(sources) or "none"
@@ -160,7 +160,7 @@ def weight_errors(key: str, weights: Mapping[str, float], sources: Collection[st
 
 
 class Decay(Enum):
-    """The shape of the learning rate after the warmup."""
+    """The shape of the learning-rate curve after the warmup."""
 
     constant = "constant"
     linear = "linear"
@@ -171,9 +171,9 @@ class Decay(Enum):
 
 @dataclass
 class SchedulerConfig(Replaceable):
-    """The config group `scheduler`; see `learning_rate` for the meaning of None.
+    """Options of the config group `scheduler`. `learning_rate` explains the meaning of None.
 
-    With `_target_` it is a function (step, **options) -> factor, or a class of torch.optim.lr_scheduler.
+    With `_target_`, the scheduler is a function (step, **options) -> factor, or a class of torch.optim.lr_scheduler.
     """
 
     decay: Decay = Decay.cosine
@@ -184,22 +184,22 @@ class SchedulerConfig(Replaceable):
 
 
 def constant(progress: float) -> float:
-    """Return 1 throughout."""
+    """Return 1 for any progress."""
     return 1.0
 
 
 def linear(progress: float) -> float:
-    """Decay from 1 to 0, linearly."""
+    """Decay linearly from 1 to 0."""
     return 1.0 - progress
 
 
 def cosine(progress: float) -> float:
-    """Decay from 1 to 0 by half a cosine wave: Loshchilov and Hutter, SGDR (2017), equation 5, without restarts."""
+    """Decay from 1 to 0 along half a cosine wave: Loshchilov and Hutter, SGDR (2017), equation 5, without restarts."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def rex(progress: float) -> float:
-    """Return (1 - p) / (1/2 + (1 - p)/2): Chen, Wolfe and Kyrillidis, REX (2022), section 4."""
+    """Return (1 - p) / (1/2 + (1 - p)/2) for progress p: Chen, Wolfe and Kyrillidis, REX (2022), section 4."""
     return (1.0 - progress) / (0.5 + 0.5 * (1.0 - progress))
 
 
@@ -207,30 +207,30 @@ CURVES: dict[str, Callable[[float], float]] = {
     "constant": constant,
     "linear": linear,
     "cosine": cosine,
-    "wsd": linear,  # during the decay; constant before it
+    "wsd": linear,  # shape of the decay; constant before it
     "rex": rex,
 }
 
 
 @dataclass(frozen=True)
 class LearningRate:
-    """The learning-rate schedule: step index -> factor of the base learning rate. It depends only on its arguments.
+    """A learning-rate schedule: a pure function from the step index to the factor for the base learning rate.
 
-    During the first `warmup_steps` steps the factor is (s + 1) / warmup_steps, so no step is spent at 0. Then, with
-    progress p from 0 at the end of the warmup to 1 at `total_steps`, it is min_ratio + (1 - min_ratio) * curve(p). From
+    During the first `warmup_steps` steps the factor is (s + 1) / warmup_steps, so that no step has factor 0. After the
+    warmup, progress p goes from 0 to 1 at `total_steps`, and the factor is min_ratio + (1 - min_ratio) * curve(p). From
     `total_steps` on it is constant. `wsd` (warmup, stable, decay: Hu et al., MiniCPM, 2024) stays at 1 until
     `decay_steps` before the end and then decays linearly (Hägele et al., 2024, section 3).
 
     Args:
-        decay: constant, linear, cosine, wsd or rex.
-        total_steps: where the schedule ends. To extend a run at its final factor, keep this fixed: a schedule that
-            follows the length of the run changes when the run gets longer.
-        warmup_steps: 0 or more, below total_steps.
-        min_ratio: the factor at the end, 0 to 1; not used by `constant`.
-        decay_steps: for `wsd`; None for a tenth of total_steps.
+        decay: the curve: constant, linear, cosine, wsd or rex.
+        total_steps: the step at which the schedule ends. If you want to extend a run at its final factor, set a fixed
+            number. Otherwise the schedule changes with the length of the run.
+        warmup_steps: the length of the warmup, from 0 to less than total_steps.
+        min_ratio: the factor at the end, from 0 to 1. `constant` does not use it.
+        decay_steps: the length of the decay of `wsd`. None means a tenth of total_steps.
 
     Raises:
-        ScheduleError: arguments are out of range.
+        ScheduleError: an argument is out of range.
     """
 
     decay: str
@@ -260,7 +260,7 @@ class LearningRate:
 
     @property
     def decay_start(self) -> int:
-        """Return the step index from which the factor decays."""
+        """Return the step index at which the decay starts."""
         if self.decay != "wsd":
             return self.warmup_steps
         length = self.decay_steps or max(1, round(self.total_steps * WSD_DECAY_SHARE))
@@ -277,13 +277,13 @@ class LearningRate:
 
 
 def learning_rate(options: SchedulerConfig, steps: int) -> LearningRate:
-    """Return the schedule of a run of `steps` steps. It ends with the run unless `total_steps` is set.
+    """Return the schedule for a run of `steps` steps. It ends with the run unless `total_steps` is set.
 
-    A `warmup_steps` of None means `WARMUP_STEPS`, or all steps but one of a shorter schedule that decays. A constant
-    schedule does not depend on `steps`.
+    If `warmup_steps` is None, the warmup has `WARMUP_STEPS` steps. If the schedule decays and is shorter than that, all
+    steps but the last are warmup. A constant schedule does not depend on `steps`.
 
     Raises:
-        ScheduleError: options are out of range.
+        ScheduleError: an option is out of range.
     """
     total, warmup = options.total_steps, options.warmup_steps
     if total is None:
@@ -304,7 +304,7 @@ PLATEAU = (
 
 
 def lr_scales_refused(key: str, phases: Mapping[str, Phase]) -> str | None:
-    """Return a line if a phase scales a learning rate that a torch class at the config's `key` sets; else None."""
+    """Return an error line if a phase scales the learning rate of a torch scheduler at `key`, else None."""
     scaling = [name for name, phase in phases.items() if phase.lr_scale != 1]
     if not scaling:
         return None
@@ -317,9 +317,9 @@ def lr_scales_refused(key: str, phases: Mapping[str, Phase]) -> str | None:
 def scheduler_errors(
     key: str, options: SchedulerConfig, steps: int | None, phases: Mapping[str, Phase]
 ) -> Iterator[str]:
-    """Yield a line for each error of a scheduler at the config's `key` that can be found without imports.
+    """Yield a line for each error in the scheduler at the config's `key` that can be found without imports.
 
-    `steps` is None while the length of the run is not known.
+    `steps` is None if the length of the run is not known yet.
     """
     yield from option_errors(key, options)
     target = options.target
@@ -339,7 +339,7 @@ def scheduler_errors(
 
 
 def to_scheduler(key: str, node: Mapping[str, Any]) -> SchedulerConfig:
-    """Convert a plain dictionary at the config's `key` to the options of a scheduler.
+    """Convert the plain dictionary at the config's `key` to scheduler options.
 
     Raises:
         ScheduleError: an option has the wrong type.
@@ -374,7 +374,7 @@ _SCHEDULER_TYPES: dict[str, Any] = {
 
 
 def learning_rate_factor(rate: Callable[[int], float], phases: PhaseSchedule) -> Callable[[int], float]:
-    """Return a function step index -> factor of the base learning rate, including the phase's `lr_scale`."""
+    """Return a function from the step index to the learning-rate factor, including the phase's `lr_scale`."""
 
     def factor(step: int) -> float:
         return rate(step) * phases.at(step).lr_scale

@@ -1,7 +1,7 @@
-"""Define what a config may contain: plain dataclasses and their checks.
+"""Define the contents of a config with plain dataclasses, and check its values.
 
-Nothing here imports torch, hydra, omegaconf or numpy. `runner.config.tree` registers these classes with Hydra. All
-other packages take them, or plain values, as arguments.
+This module does not import torch, hydra, omegaconf or numpy. `runner.config.tree` registers these classes with Hydra.
+Other packages take instances of them, or plain values, as arguments.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from runner.errors import nearest
 
 
 class WeightsBy(Enum):
-    """The weight of a source that `sampler.weights` does not name, and with `tokens` the unit of all weights."""
+    """The default weight of sources that `sampler.weights` does not name. With `tokens`, all weights are in tokens."""
 
-    equal = "equal"  # 1
-    sizes = "sizes"  # its number of samples
-    tokens = "tokens"  # its number of tokens
+    equal = "equal"  # weight 1
+    sizes = "sizes"  # the number of samples of the source
+    tokens = "tokens"  # the number of tokens of the source
 
 
 class Precision(Enum):
     float32 = "float32"
-    float16 = "float16"  # with gradient scaling
+    float16 = "float16"  # uses gradient scaling
     bfloat16 = "bfloat16"
-    auto = "auto"  # bfloat16 where the device has it, float32 elsewhere
+    auto = "auto"  # bfloat16 if the device supports it, else float32
 
 
 class NonFinite(Enum):
@@ -62,7 +62,7 @@ class Strategy(Enum):
     fsdp = "fsdp"
 
 
-# A config uses the members' names, and a class statement cannot define `async`, which is a keyword.
+# Configs use the names of the members. `async` is a keyword, so a class statement could not define it.
 SaveMode = Enum("SaveMode", {"async": "async", "sync": "sync"})
 ASYNC = SaveMode("async")
 
@@ -77,9 +77,9 @@ class RunConfig:
     allow_data_change: bool = False
     threads: int = 1
     lease_timeout_s: float = 30.0
-    directory: str | None = None  # filled in: where the command was given
-    typed: dict[str, Any] = field(default_factory=dict)  # filled in: dotted key -> a path relative to that directory
-    changed_by: list[str] = field(default_factory=list)  # filled in: the callbacks that change what is trained
+    directory: str | None = None  # filled in: the command's working directory
+    typed: dict[str, Any] = field(default_factory=dict)  # filled in: paths relative to that directory, by dotted key
+    changed_by: list[str] = field(default_factory=list)  # filled in: callbacks that change what is trained
 
 
 @dataclass
@@ -106,7 +106,7 @@ class TrainConfig:
 
 @dataclass
 class EvalSetConfig:
-    """One of several evaluations.
+    """Options of one evaluation set.
 
     Args:
         sources: The sources of data.eval_sources to evaluate on. []: all.
@@ -161,7 +161,7 @@ class SamplerConfig(Replaceable):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.target and self.kind is SamplerKind.distributed:  # the default: users may leave out sampler=own
+        if self.target and self.kind is SamplerKind.distributed:  # the default, which users may leave
             self.kind = SamplerKind.own
 
 
@@ -188,10 +188,10 @@ class CheckpointConfig:
 
 @dataclass
 class InitConfig:
-    path: str | None = None  # of a .safetensors file; or of a run, then also recorded below
+    path: str | None = None  # path of a .safetensors file, or of a run, which is then identified by the fields below
     run: str | None = None
-    at: str | None = None  # a step, `last` or `best`
-    digest: str | None = None  # the identity of the run
+    at: str | None = None  # a step number, `last` or `best`
+    digest: str | None = None  # the identity of the source run
     match: list[str] = field(default_factory=list)
     strict: bool = True
 
@@ -206,11 +206,11 @@ class ForkConfig:
     trunk: dict[str, Any] = field(default_factory=dict)
 
     def begins_at(self, step: int) -> bool:
-        """Return whether a branch begins at `step`, with its trunk's checkpoint, so that its changes take effect."""
+        """Return whether a branch begins at `step`. Then it loads its trunk's checkpoint, and its changes apply."""
         return self.run is not None and step == self.step
 
     def seed_at(self, step: int) -> int | None:
-        """Return the seed that a branch begins with at `step`, if it differs from its trunk's; else None."""
+        """Return the seed of a branch that begins at `step` if it differs from its trunk's seed, else None."""
         return self.seed if self.begins_at(step) and "seed" in self.was else None
 
 
@@ -240,7 +240,7 @@ class Config:
 
     @property
     def known_steps(self) -> int | None:
-        """Return the number of steps of the run; None if `train.epochs` decides it and the data are not open yet."""
+        """Return the number of steps. Return None if it depends on `train.epochs` and the datasets are not open yet."""
         if self.train.steps is None and self.train.epochs is None:
             return DEFAULT_STEPS
         return self.train.steps
@@ -249,14 +249,14 @@ class Config:
     def steps(self) -> int:
         """Return the number of steps of the run.
 
-        Call it only when it is known, as in an attempt whose data are open.
+        Call this only when the number is known, e.g. in an attempt that has opened its datasets.
         """
         assert self.known_steps is not None
         return self.known_steps
 
     @property
     def evaluation_interval(self) -> int:
-        """Return the steps between evaluations, whatever the length of the run; 0: none by steps."""
+        """Return the steps between evaluations, which do not depend on the run's length. 0 means none."""
         if not self.data.eval_sources:
             return 0
         if self.eval.every_steps is None:
@@ -265,41 +265,41 @@ class Config:
 
     @property
     def evaluates(self) -> bool:
-        """Return whether there are evaluations."""
+        """Return whether the run has any evaluations."""
         others = any(each.every_steps for each in self.eval.sets.values())
         usual = self.evaluation_interval > 0 or self.eval.every_epochs is not None
         return bool(self.data.eval_sources) and (usual or others)
 
     @property
     def evaluates_every_set(self) -> bool:
-        """Return whether there are evaluations and none of them is switched off."""
+        """Return whether the run has evaluations and none of them is disabled."""
         usual = self.evaluation_interval > 0 or self.eval.every_epochs is not None
         return self.evaluates and usual and 0 not in [each.every_steps for each in self.eval.sets.values()]
 
 
 @dataclass
 class CommandData(DataConfig):
-    """The data of a command. Its sources may share values: each begins with `source`."""
+    """The data section of a command. Sources may share values: each source starts with the values of `source`."""
 
     source: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Command(Config):
-    """All settings of a command: the config of a run, and of a search for good values of its settings."""
+    """All settings of a command: the config of a run, and the settings of a search."""
 
     data: CommandData = field(default_factory=CommandData)
     search: SearchConfig = field(default_factory=SearchConfig)
 
 
 def rank_invariant(config: Config) -> bool:
-    """Return whether the result does not depend on the number of ranks. By default it does not if that is possible."""
+    """Return whether the result is independent of the number of ranks. By default it is, whenever possible."""
     wanted = config.train.rank_invariant
     return not list(_obstacles_to_rank_invariance(config)) if wanted is None else wanted
 
 
 def _obstacles_to_rank_invariance(config: Config) -> Iterator[str]:
-    """Yield what prevents rank-invariant training, with one remedy each."""
+    """Yield each obstacle to rank-invariant training, with one remedy."""
     if config.train.global_batch_size is None:
         yield "set train.global_batch_size=N: otherwise the batch of a step grows with the ranks"
     if config.data.loader:
@@ -310,11 +310,11 @@ def _obstacles_to_rank_invariance(config: Config) -> Iterator[str]:
         yield f"choose strategy=ddp: {config.strategy.value} adds gradients in the order of the ranks"
 
 
-EVALUATION_INTERVAL = 100  # if eval.every_steps is not set
+EVALUATION_INTERVAL = 100  # the default of eval.every_steps
 
 
 def config_errors(config: Config) -> list[str]:
-    """Return every error of `config`, one line each: the key, its value, what is allowed."""
+    """Return every error in `config`, one line each, with the key, its value and the allowed values."""
     return [
         *_number_errors(config),
         *_range_errors(config),
@@ -336,14 +336,14 @@ def config_errors(config: Config) -> list[str]:
 
 
 def _rank_invariance_errors(config: Config) -> Iterator[str]:
-    """Yield why rank-invariant training was requested but is not possible."""
+    """Yield the obstacles if rank-invariant training was requested but is not possible."""
     if config.train.rank_invariant:
         for remedy in _obstacles_to_rank_invariance(config):
             yield f"train.rank_invariant=true: {remedy}"
 
 
 def _number_errors(config: Config) -> Iterator[str]:
-    """Yield errors of numbers that are too small, too large or not finite."""
+    """Yield the errors of numbers that are too small, too large or not finite."""
     for key in bounds.BOUNDS:
         if line := bounds.error(key, attrgetter(key)(config)):
             yield line
@@ -381,7 +381,7 @@ def _range_errors(config: Config) -> Iterator[str]:
 
 
 def profiled_steps(text: str) -> tuple[int, int] | None:
-    """Return (first, last) of `train.profile=first:last`; None if it is written otherwise."""
+    """Return (first, last) from `train.profile=first:last`, or None if the value has a different form."""
     found = re.fullmatch(r"(\d{1,18}):(\d{1,18})", text)
     return (int(found[1]), int(found[2])) if found else None
 
@@ -400,7 +400,7 @@ def _profile_errors(config: Config) -> Iterator[str]:
 
 
 def _shipped_class_errors(config: Config) -> Iterator[str]:
-    """Yield errors in options of the model in this package. Other models check theirs when they are created."""
+    """Yield the errors in options of this package's model. Other models check their options when they are created."""
     model = config.model
     if model.get("_target_") == "runner.models.gpt.GPT":
         sizes = {key: model.get(key, 1) for key in ("vocab_size", "sequence_length", "layers", "heads", "width")}
@@ -425,9 +425,9 @@ PATH_CLASSES = tuple(
 
 
 def _path_errors(config: Config) -> Iterator[str]:
-    """Yield errors of paths of the datasets in this package.
+    """Yield the errors in paths of this package's datasets.
 
-    Held-out sources often share those of the training data.
+    Held-out sources often have the same paths as training sources, so the same wrong value is reported only once.
     """
     reported: list[Any] = []
     for key, node in _source_nodes(config):
@@ -442,7 +442,7 @@ def _path_errors(config: Config) -> Iterator[str]:
 
 
 def _source_nodes(config: Config) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the node of every source, the held-out ones last."""
+    """Yield the dotted key and the node of every source, held-out sources last."""
     for group in ("sources", "eval_sources"):
         for name, node in getattr(config.data, group).items():
             yield f"data.{group}.{name}", node
@@ -453,7 +453,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _missing_target_errors(config: Config) -> Iterator[str]:
-    """Yield nodes that name no class."""
+    """Yield the errors of nodes that need a `_target_` and have none."""
     if not config.data.sources and not config.data.loader:
         yield (
             "data.sources is empty: choose data=text or data=mixture, name your documents with data=documents "
@@ -485,7 +485,7 @@ def _missing_target_errors(config: Config) -> Iterator[str]:
 
 
 def _eval_set_errors(config: Config) -> Iterator[str]:
-    """Yield errors of evaluation sets: an unknown source, a number out of range, a metric with the name of the loss."""
+    """Yield the errors of evaluation sets: unknown sources, numbers out of range, a metric named like the loss."""
     if config.eval.metrics.get("loss") is not None:
         yield "eval.metrics.loss would replace eval_loss, the mean of the task's loss: choose another name"
     known = list(config.data.eval_sources)
@@ -504,7 +504,7 @@ def _eval_set_errors(config: Config) -> Iterator[str]:
 
 
 def _sampler_errors(config: Config) -> Iterator[str]:
-    """Yield errors of sources, weights and phases that the sampler cannot follow."""
+    """Yield the errors of sources, weights and phases that the sampler does not support."""
     sources, options, name = list(config.data.sources), config.sampler, config.sampler.kind.name
     kind = options.kind.value
     yield from option_errors("sampler", options)
@@ -546,8 +546,9 @@ def _sampler_errors(config: Config) -> Iterator[str]:
 def source_weights(config: Config) -> dict[str, Any]:
     """Return the base weight of every source, in the order of the sources.
 
-    A source that `sampler.weights` does not name has its weight in `data.weights`, or 1. If `sampler.weights_by` is
-    set, it decides instead: 1, or `WeightsBy.sizes` or `tokens` until the data are open.
+    If `sampler.weights` does not name a source, its weight is taken from `data.weights`, or is 1. If
+    `sampler.weights_by` is set, it takes precedence over both: the weight is 1, or the placeholder `WeightsBy.sizes` or
+    `WeightsBy.tokens` until the datasets are open.
     """
     by, own = config.sampler.weights_by, config.data.weights
     usual: dict[str, Any] = {name: own.get(name, 1.0) for name in config.data.sources}
@@ -557,12 +558,12 @@ def source_weights(config: Config) -> dict[str, Any]:
 
 
 def phase_schedule(config: Config) -> PhaseSchedule:
-    """Return the schedule of weights by source name, temperature and learning-rate scale."""
+    """Return the schedule of phases: weights by source name, temperature and learning-rate scale."""
     return PhaseSchedule(config.phases, source_weights(config), config.sampler.temperature)
 
 
 def _fork_errors(config: Config) -> Iterator[str]:
-    """Yield an error if `fork` is set only in part: the composition of a branch fills in all of it."""
+    """Yield an error if `fork` is only partly set. When a branch is composed, all of it is filled in."""
     fork = config.fork
     given = [f"fork.{name}={value}" for name, value in vars(fork).items() if value not in (None, {})]
     if given and None in (fork.run, fork.step, fork.digest):
@@ -570,7 +571,7 @@ def _fork_errors(config: Config) -> Iterator[str]:
 
 
 def _length_of_sample_errors(config: Config) -> Iterator[str]:
-    """Yield an error if samples are longer than this package's model can read. Other models report that themselves."""
+    """Yield an error if samples are longer than this package's model supports. Other models report this themselves."""
     most = config.model.get("sequence_length", 0)
     if config.model.get("_target_") != "runner.models.gpt.GPT" or not _is_size(most):
         return
@@ -588,7 +589,7 @@ def _length_of_sample_errors(config: Config) -> Iterator[str]:
 
 
 def _evaluation_errors(config: Config) -> Iterator[str]:
-    """Yield errors of evaluations that were requested but cannot happen, whatever the number of steps."""
+    """Yield the errors of evaluations that were requested but can never happen, regardless of the number of steps."""
     best = config.checkpoint.keep_best
     if config.eval.at_start and config.data.eval_sources and not config.evaluates:
         yield "eval.at_start=true needs evaluations, and eval.every_steps=0 means none: set eval.every_steps=null"
@@ -607,7 +608,7 @@ def _evaluation_errors(config: Config) -> Iterator[str]:
 
 
 def _epochs_errors(config: Config) -> Iterator[str]:
-    """Yield errors of `train.epochs` together with `train.steps`, or of epochs of data without a length."""
+    """Yield an error if `train.epochs` and `train.steps` are both set, or if epochs are set for data without length."""
     train = config.train
     given = {"eval.every_epochs": config.eval.every_epochs, "checkpoint.every_epochs": config.checkpoint.every_epochs}
     for key, value in given.items():
@@ -631,12 +632,12 @@ def _epochs_errors(config: Config) -> Iterator[str]:
 
 
 def length_errors(config: Config) -> list[str]:
-    """Return the errors that depend on the number of steps, one line each, if it is known (`Config.known_steps`)."""
+    """Return the errors that depend on the number of steps, one line each, if `Config.known_steps` is known."""
     return [*_schedule_errors(config), *_interval_errors(config)]
 
 
 def _interval_errors(config: Config) -> Iterator[str]:
-    """Yield errors of checkpoints to keep by evaluations when the run ends before the first evaluation."""
+    """Yield an error if checkpoints are kept by evaluation results but the run ends before its first evaluation."""
     steps, best = config.known_steps or 0, config.checkpoint.keep_best
     if steps < 1 or best < 1 or not config.data.eval_sources:
         return
@@ -650,10 +651,10 @@ def _interval_errors(config: Config) -> Iterator[str]:
 
 
 def _schedule_errors(config: Config) -> Iterator[str]:
-    """Yield errors of the phases and of the learning rate, as their classes report them."""
+    """Yield the errors of the phases and of the learning-rate schedule."""
     weights = source_weights(config)
     try:
-        # Other values are reported elsewhere.
+        # Wrong values are reported elsewhere.
         if all(isinstance(weight, int | float | WeightsBy) for weight in weights.values()):
             PhaseSchedule(config.phases, weights)
     except ScheduleError as error:

@@ -1,4 +1,4 @@
-"""Define the config group `search`: its options, their checks, and the ranges in overrides."""
+"""Define the config group `search`: its options, their checks, and ranges in overrides."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from runner.search.points import Dimension
 from runner.search.rules import Algorithm
 
 SHOWN = "-m search=asha 'optimizer.lr=log(1e-4,1e-2)' search.trials=27 search.rungs=[100,300,900]"
-"""An example, for messages."""
+"""An example command for messages."""
 RANGES = (
     "a range is log(1e-4,1e-2), interval(0,0.5), int(interval(1,8)) or range(2,10,2), and a list is choice(a,b) or a,b"
 )
-"""How to write ranges, for messages."""
+"""The syntax of ranges, for messages."""
 _LOG = re.compile(r"\blog\(([^(),]+,[^(),]+)\)")
 _KEY = "search.space."
 
 
 @dataclass
 class SearchConfig:
-    """Options of a search, explained in conf/search/asha.yaml. `kind` None: no search."""
+    """Options of a search, explained in conf/search/asha.yaml. If `kind` is None, there is no search."""
 
     kind: Algorithm | None = None
     space: dict[str, Any] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class SearchConfig:
 
 
 def to_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `SearchConfig` from resolved values, which have enums by name."""
+    """Convert resolved values, which have enums by name, to arguments of `SearchConfig`."""
     kind, mode = values.get("kind"), values.get("mode")
     named = {"kind": None if kind is None else Algorithm[kind], **({} if mode is None else {"mode": Best[mode]})}
     return {**values, **named}
@@ -79,20 +79,20 @@ def rewritten(override: str) -> str:
     prefix = key[: len(key) - len(key.lstrip("+"))]
     if key.lstrip("+").startswith(_KEY):
         key = prefix + key.lstrip("+").removeprefix(_KEY)
-        if value.startswith("[") and value.endswith("]"):  # as in an experiment file
+        if value.startswith("[") and value.endswith("]"):  # the form used in an experiment file
             value = f"choice({value[1:-1]})"
     is_text = value.lstrip()[:1] in ("'", '"')
     return key + equals + (value if is_text else _LOG.sub(r"tag(log,interval(\1))", value))
 
 
 def left_to_space(space: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what `search.space` varies, as dotted key -> range or list, without the keys that a command sets."""
+    """Return the ranges and lists in `search.space` by dotted key, without the keys that the command sets."""
     keys = {text.lstrip("+~").partition("=")[0] for text in overrides}
     return {key: value for key, value in space.items() if value is not None and key.lstrip("+") not in keys}
 
 
 def dimension_errors(dimension: Dimension) -> Iterator[str]:
-    """Yield one line for each mistake in a range."""
+    """Yield one line for each error in a range."""
     key, low, high = dimension.key, dimension.low, dimension.high
     if dimension.values:
         if len(set(dimension.values)) < len(dimension.values):

@@ -14,20 +14,20 @@ PROJECT = "pyproject.toml"
 
 
 def conf_dir() -> Path:
-    """Return the directory of the shipped configs: `conf/` of a clone, `runner/conf/` of an installed package."""
+    """Return the directory of the shipped configs: `conf/` in a clone, `runner/conf/` in an installed package."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "conf"
     return installed if installed.is_dir() else package.parent / "conf"
 
 
 def project_dirs() -> list[Path]:
-    """List the config directory that pyproject.toml in the current directory names, if it names one.
+    """Return the config directory that pyproject.toml in the current directory names, as a list of at most one entry.
 
         [tool.runner]
         config_dir = "conf"
 
     Raises:
-        UserError: it cannot be read, or is not a directory.
+        UserError: the file cannot be read, or the directory does not exist.
     """
     try:
         text = files.read_regular(Path(PROJECT)).decode()
@@ -49,7 +49,7 @@ def project_dirs() -> list[Path]:
 
 
 def groups(directories: Sequence[Path]) -> dict[str, list[str]]:
-    """Return the config groups in `directories`: name -> the names of its options, both sorted."""
+    """Return the config groups in `directories`, each with the names of its options, both sorted."""
     found: dict[str, set[str]] = {}
     for directory in directories:
         for path, _, names in files.walk(directory, followlinks=True):

@@ -1,4 +1,4 @@
-"""List every setting with its type, default and explanation, from the schema and the comments in conf/.
+"""List every setting with its type, default and explanation. They come from the schema and the comments in conf/.
 
 Imports neither torch nor Hydra.
 """
@@ -32,7 +32,7 @@ LATER = {
     "edit": "by `runner resume`, which marks the run as edited",
     "fixed": "no",
 }
-"""Whether settings of each kind (`identity.kind_of`) may change in an existing run."""
+"""Whether settings of each kind (see `identity.kind_of`) may be changed in an existing run."""
 LINE = re.compile(r"( *)(?:- )?([\w.]+):(?: +(?!#)(?P<value>.*?))?(?: +# *(?P<beside>.*))?$")
 MEANS = re.compile(r"[\w\[\]{}-]+: ")
 
@@ -42,13 +42,14 @@ class Setting:
     """A setting, as `runner show --settings` lists it.
 
     Attributes:
-        key: dotted; `NAME` in it stands for any name that the user chooses.
-        type: the type of its values, in words; empty: any.
-        default: its value if it is not set, as a command would set it.
-        allowed: its range or choices; empty: any value of the type.
-        later: whether it may change in an existing run.
-        about: what it does, in one line.
-        option: the options of a group that have it, such as `launcher=slurm`; empty: it always exists.
+        key: the dotted key. `NAME` in it stands for a name that you choose.
+        type: the type of the values in words; empty if any type is allowed.
+        default: the value if the setting is not set, in the syntax of the command line.
+        allowed: the range or the choices; empty if any value of the type is allowed.
+        later: whether the setting may be changed in an existing run.
+        about: a one-line explanation.
+        option: the options of a config group that have this setting, such as `launcher=slurm`; empty if it always
+            exists.
     """
 
     key: str
@@ -62,17 +63,17 @@ class Setting:
 
 @dataclass
 class _File:
-    """A file in conf/: its values, merged over those of the option that it extends, and its comments, by dotted key."""
+    """A file in conf/: its values, merged over those of the option that it extends, and its comments by dotted key."""
 
     values: dict[str, Any]
     comments: dict[str, str]
 
 
 def settings(prefix: str = "") -> list[Setting]:
-    """List all settings, or those at and below a dotted key.
+    """List all settings, or only the dotted key `prefix` and the settings below it.
 
     Raises:
-        UserError: there is no such setting.
+        UserError: the setting does not exist.
     """
     found = [each for each in _all() if not prefix or f"{each.key}.".startswith(f"{prefix}.")]
     if not found:
@@ -86,7 +87,7 @@ def settings(prefix: str = "") -> list[Setting]:
 
 @cache
 def _all() -> tuple[Setting, ...]:
-    """Return all settings in the order of the schema, each group followed by the settings that its options add."""
+    """Return all settings in the order of the schema. After each group follow the settings that its options add."""
     options = groups([conf_dir()])
     primary = _read("config")
     made = [_group("experiment", options["experiment"], primary)]
@@ -110,13 +111,13 @@ def _group(name: str, options: list[str], primary: _File) -> Setting:
 
 
 def _typed(key: str, hint: Any, holder: Any, read: list[_File]) -> Iterator[Setting]:
-    """Yield the settings of a part of the schema.
+    """Yield the settings in one part of the schema.
 
     Args:
-        key: of the part.
-        hint: its type.
-        holder: the object that has the part, with its defaults; None below a name that the user chooses.
-        read: the files that may explain it and set its default, the most important ones first.
+        key: the dotted key of this part.
+        hint: the type of this part.
+        holder: the object that contains the part and its defaults. None below a name that the user chooses.
+        read: the files that may explain the settings and set their defaults, the most important first.
     """
     hint, optional = without_none(hint)
     value = getattr(holder, key.rpartition(".")[2], None)
@@ -144,7 +145,7 @@ def _typed(key: str, hint: Any, holder: Any, read: list[_File]) -> Iterator[Sett
 
 
 def _added(group: str, found: Mapping[str, _File]) -> Iterator[Setting]:
-    """Yield the settings that the options of a group add to the schema. Options with the same explanation share one."""
+    """Yield the settings that a group's options add to the schema. Options with the same explanation share one."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for name, read in found.items():
         for key, comment in read.comments.items():
@@ -168,7 +169,7 @@ def _added(group: str, found: Mapping[str, _File]) -> Iterator[Setting]:
 
 
 def _read(name: str) -> _File:
-    """Read the primary config or an option, `GROUP/OPTION`."""
+    """Read the primary config, or an option given as `GROUP/OPTION`."""
     text = files.read_regular(conf_dir() / f"{name}.yaml").decode()
     group, slash, _ = name.rpartition("/")
     values = yaml.load(text, Loader=Loader) or {}
@@ -182,7 +183,7 @@ def _read(name: str) -> _File:
 
 
 def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values. Lists and empty dictionaries are values."""
+    """Yield dotted keys and values. Lists and empty dictionaries are treated as values."""
     for name, value in node.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{prefix}{name}.")
@@ -191,9 +192,9 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _comments(text: str) -> dict[str, str]:
-    """Return dotted key -> the comment beside the key, or else the one right above it.
+    """Return the comment for each dotted key: the one on the same line, or else the one directly above.
 
-    A comment beside a key continues in the following lines that are indented further and have nothing else.
+    A comment on the same line continues on the following lines if they contain only a comment and are indented further.
     """
     found: dict[str, str] = {}
     path: list[tuple[int, str]] = []
@@ -221,11 +222,11 @@ def _comments(text: str) -> dict[str, str]:
 
 
 def _sentence(comment: str) -> str:
-    """Return the first sentence of a comment, and the sentences that explain a value, such as `null: none.`."""
+    """Return the first sentence of a comment, and any sentences that explain a value, such as `null: none.`."""
     parts = re.split(r"(?<=\.)\s+|(?<=\.\))\s+", comment.strip())
     return " ".join(part for number, part in enumerate(parts) if number == 0 or MEANS.match(part))
 
 
 def _arguments(kind: type) -> dict[str, str]:
-    """Return the descriptions of a class's arguments in its docstring, by name."""
+    """Return the argument descriptions in a class's docstring, by name."""
     return dict(re.findall(r"^    (\w+): (.*)$", inspect.getdoc(kind) or "", re.MULTILINE))

@@ -1,7 +1,7 @@
-"""Merge named data sources of a command over `data.source`, with which each begins.
+"""Merge a command's named data sources with `data.source`, which supplies their default values.
 
-The values are merged after every override has been applied and before anything is resolved, so that an override of
-`data.source`, or of a value that it refers to, affects all of them.
+This happens after every override has been applied and before anything is resolved. Therefore an override of
+`data.source`, or of a value that it refers to, affects all sources.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ GROUPS = ("sources", "eval_sources")
 
 
 def open_sources(config: DictConfig) -> None:
-    """Let overrides add sources without a `+`, in place, if `data.source` names the class of a new one."""
+    """Allow overrides to add sources without a `+`, in place, if `data.source` names the class of new sources."""
     if _target(config) is None:
         return
     for group in GROUPS:
@@ -24,10 +24,10 @@ def open_sources(config: DictConfig) -> None:
 
 
 def complete_sources(config: DictConfig) -> None:
-    """Merge each source that has no `_target_` over `data.source`, in place, and remove `data.source`.
+    """Merge each source without a `_target_` over `data.source`, in place, and remove `data.source`.
 
     Args:
-        config: composed by Hydra, not resolved.
+        config: the config that Hydra composed, not resolved.
     """
     data = OmegaConf.select(config, "data")
     if not isinstance(data, DictConfig) or "source" not in data:
@@ -42,10 +42,10 @@ def complete_sources(config: DictConfig) -> None:
 
 
 def name_sources(config: DictConfig, plain: Mapping[str, Any]) -> None:
-    """Add the sources of another config that begin with `data.source`, in place, with no other values.
+    """Add the sources of another config that use `data.source`, in place, without any other values.
 
     Args:
-        config: composed by Hydra, not resolved.
+        config: the config that Hydra composed, not resolved.
         plain: the values of the other config.
     """
     if (target := _target(config)) is None:
@@ -57,5 +57,5 @@ def name_sources(config: DictConfig, plain: Mapping[str, Any]) -> None:
 
 
 def _target(config: DictConfig) -> Any:
-    """Return the class of new sources; None if a new source must name its own."""
+    """Return the class of new sources, or None if a new source must name its class."""
     return OmegaConf.select(config, "data.source._target_", throw_on_missing=False)

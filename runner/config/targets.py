@@ -1,7 +1,7 @@
-"""Check nodes with `_target_` before a run directory is created, and turn them into objects.
+"""Check config nodes with `_target_` before a run directory is created, and instantiate them.
 
-The check does not import a class that it finds in the source of its module, because importing torch, or a user's
-module, takes seconds. It imports only names that it does not find there: they are created on import, or missing.
+If the check finds a class in the source of its module, it does not import it, because importing torch or a user's
+module takes seconds. Names that are not in the source are imported, because they may be created on import or missing.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from runner.errors import UserError, nearest
 from runner.system import modules
 
 DATA, OF_DATA = "exactdata.", "runner.data."
-"""The prefixes of names in the package `exactdata`, and of the same names in `runner.data`."""
+"""The prefix of names in the package `exactdata`, and the prefix of the same names in `runner.data`."""
 HYDRA_KEYS = ("_target_", "_args_", "_convert_", "_partial_", "_recursive_")
 
 
 def with_one_name(node: Any) -> Any:
-    """Rename each `_target_` of `exactdata` to its name in `runner.data`, because both are the same run."""
+    """Rename each `_target_` in `exactdata` to its name in `runner.data`, so that both names give the same run."""
     if isinstance(node, list):
         return [with_one_name(value) for value in node]
     if not isinstance(node, dict):
@@ -37,7 +37,7 @@ def with_one_name(node: Any) -> Any:
 
 
 def source_of(target: str) -> tuple[ModuleSpec, str] | None:
-    """Return the module that has a target, and its source. For names in `runner.data`, the module is in `exactdata`."""
+    """Return the module that defines a target, and its source. Names in `runner.data` are looked up in `exactdata`."""
     found = modules.source_of(target)
     if found is not None and f"{found[0].name}." == OF_DATA:
         return modules.source_of(DATA + target.removeprefix(OF_DATA)) or found
@@ -45,10 +45,10 @@ def source_of(target: str) -> tuple[ModuleSpec, str] | None:
 
 
 def instantiate(key: str, node: dict[str, Any], *arguments: Any, **more: Any) -> Any:
-    """Create the object that the config's `key` describes by `_target_`, with the caller's arguments added.
+    """Instantiate the `_target_` at the config's `key`, with the caller's arguments added.
 
     Raises:
-        UserError: there is no such class, its arguments do not fit, or it refused them.
+        UserError: the class does not exist, its arguments do not fit, or it raised an error for them.
     """
     make = bind(key, node)
     target = node.get("_target_")
@@ -61,21 +61,21 @@ def instantiate(key: str, node: dict[str, Any], *arguments: Any, **more: Any) ->
     except (ValueError, OSError, MemoryError) as error:
         raise UserError(f"{key} ({target}): {error or 'not enough memory'}") from error
     except RuntimeError as error:
-        # Shipped classes: only errors of torch, such as too little memory.
+        # For shipped classes, torch alone raises other errors, e.g. if memory is too small.
         if not str(target).startswith("runner."):
             raise
         raise UserError(f"{key} ({target}): {next(iter(str(error).splitlines()), type(error).__name__)}") from error
 
 
 def bind(key: str, node: dict[str, Any]) -> partial[Any]:
-    """Return the callable that the config's `key` names by `_target_`, with the node's other values as its arguments.
+    """Return the `_target_` at the config's `key` as a partial, with the node's other values as keyword arguments.
 
     Hydra's keys keep their meaning (`_args_`, `_recursive_`, and `_partial_` of inner nodes), but Hydra only looks up
-    the target. Arguments are passed as plain values, without another interpolation.
+    the target. Arguments are passed as plain values and are not interpolated again.
 
     Raises:
-        UserError: the target cannot be imported, an inner node cannot be instantiated, or a value is not the boolean
-            that the target declares.
+        UserError: the target cannot be imported, an inner node cannot be instantiated, or a parameter that the target
+            declares as boolean has a different value.
     """
     values = {name: value for name, value in node.items() if name not in HYDRA_KEYS}
     positional = node.get("_args_", [])
@@ -88,19 +88,19 @@ def bind(key: str, node: dict[str, Any]) -> partial[Any]:
 
 
 def named(key: str, node: dict[str, Any]) -> Any:
-    """Return the function or class that the config's `key` names by `_target_`.
+    """Return the function or class that `_target_` at the config's `key` names.
 
     Raises:
-        UserError: it cannot be imported.
+        UserError: the target cannot be imported.
     """
     return bind(key, {"_target_": node.get("_target_")}).func
 
 
 def check_call(made: partial[Any], name: str, call: str, *arguments: Any) -> None:
-    """Check that `made` can be called with these arguments. `name` and `call` describe the call in the message.
+    """Check that `made` can be called with these arguments. `name` and `call` describe the call in the error message.
 
     Raises:
-        UserError: it cannot.
+        UserError: the arguments do not fit the signature.
     """
     try:
         signature = inspect.signature(made.func)
@@ -113,7 +113,7 @@ def check_call(made: partial[Any], name: str, call: str, *arguments: Any) -> Non
 
 
 def _check_booleans(key: str, made: partial[Any]) -> None:
-    """Refuse other values for boolean parameters: `no` in an override is text, which a condition takes for true."""
+    """Reject non-boolean values for boolean parameters: `no` in an override is a string, which is true."""
     try:
         parameters = inspect.signature(made.func).parameters
     except (ValueError, TypeError):  # some callables written in C have no signature
@@ -139,7 +139,7 @@ def _looked_up(key: str, target: Any) -> Callable[..., Any]:
     from hydra import utils
     from hydra.errors import InstantiationException
 
-    # Hydra 1.4 warns unless the caller states the targets that it allows: all, because configs name users' classes.
+    # Hydra 1.4 warns unless the caller lists the allowed targets. All are allowed, because configs name users' classes.
     every_target = getattr(utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
     allowed = {"_execution_whitelist_": every_target} if every_target else {}
     try:
@@ -149,18 +149,18 @@ def _looked_up(key: str, target: Any) -> Callable[..., Any]:
         while cause.__cause__ is not None:
             cause = cause.__cause__
         raise UserError(f"{key}._target_={target} cannot be used: {' '.join(str(cause).split())}") from error
-    # Hydra's partial resolves its target at every call, and not every start method can send it to a worker process.
+    # Hydra's partial resolves its target at every call, and some start methods cannot send it to a worker process.
     return found.func if isinstance(found, partial) else found
 
 
 CHANGES_TRAINING = "changes_training"
-"""The attribute by which a callback class declares that it changes weights, gradients or the optimizer."""
+"""A callback class sets this attribute to declare that it changes weights, gradients or the optimizer."""
 
 
 def changing_callbacks(plain: dict[str, Any]) -> list[str]:
-    """Return the names of the callbacks whose class declares that it changes what is trained.
+    """Return the names of callbacks whose class declares that it changes what is trained.
 
-    A class is imported only if its module contains the attribute's name.
+    A class is imported only if the attribute's name occurs in its module's source.
     """
     found = []
     for name, node in plain["callbacks"].items():
@@ -173,13 +173,13 @@ def changing_callbacks(plain: dict[str, Any]) -> list[str]:
 
 
 def target_errors(plain: dict[str, Any], known: dict[str, str | None]) -> list[str]:
-    """Return a line for each `_target_` in a resolved config that names nothing callable.
+    """Return a line for each `_target_` in a resolved config that is not callable or does not exist.
 
     Args:
         plain: the resolved config.
-        known: target -> why it is unusable, or None; new findings are added.
+        known: the error for each target, or None if it is usable. New results are added.
     """
-    # A launcher with another Python has other modules.
+    # A launcher that uses a different Python has different modules.
     checked = {"launcher": plain["launcher"]} if plain["launcher"].get("python") else plain
     found = [(key, node["_target_"]) for key, node in instantiated_nodes(checked)]
     for target in {str(target) for _, target in found} - known.keys():
@@ -188,12 +188,12 @@ def target_errors(plain: dict[str, Any], known: dict[str, str | None]) -> list[s
 
 
 def instantiated_nodes(node: Any, key: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the dotted key and the values of every node that will be instantiated."""
+    """Yield the dotted key and the values of each node that will be instantiated."""
     if isinstance(node, list):
         node = dict(enumerate(node))
     if not isinstance(node, dict):
         return
-    if node.get("_target_"):  # without it, the group's typed options apply, or another check reports it
+    if node.get("_target_"):  # without it, the typed options of the group apply, or a different check reports the error
         yield key, node
     if node.get("_recursive_", True):
         for name, part in node.items():
@@ -201,7 +201,7 @@ def instantiated_nodes(node: Any, key: str = "") -> Iterator[tuple[str, dict[str
 
 
 def _target_error(target: str) -> str | None:
-    """Return why `target` is unusable, or None."""
+    """Return why `target` cannot be used, or None if it can."""
     if not all(part.isidentifier() for part in target.split(".")):
         return "write the dotted name of a class or function, such as my_package.my_module.MyClass"
     module, _, name = target.partition(".")
@@ -226,13 +226,13 @@ def _import_error(target: str) -> str | None:
 
 
 def _nearest_name(target: str) -> str:
-    """Suggest a name from the module of `target`, if the module can be imported."""
+    """Suggest a similar name from the module of `target`, if the module can be imported."""
     module, _, name = target.rpartition(".")
     return nearest(name, vars(sys.modules[module])) if module in sys.modules else ""
 
 
 def _is_defined_in_source(target: str) -> bool:
-    """Return whether a statement of a module binds `target`, without running the module."""
+    """Return whether a statement in a module binds `target`, without running the module."""
     names = [target, *([DATA + target.removeprefix(OF_DATA)] if target.startswith(OF_DATA) else [])]
     return any(map(_binds, names))
 

@@ -1,7 +1,7 @@
-"""Freeze the starting point of a search's trials, so that later edits of config files do not change any of them.
+"""Freeze the base config of a search's trials, so that later edits of config files do not affect any trial.
 
-A template is a composed config whose interpolations are not resolved yet. So a setting that refers to a varied setting
-follows it in every trial. There is one template for each combination of group options that the search varies.
+A template is a composed config with unresolved interpolations. Therefore, if a setting refers to a varied setting, it
+follows that setting in every trial. There is one template for each combination of group options that the search varies.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from runner.search.points import Dimension, Point, pairs
 
 WANDB = "runner.metrics.wandb.WandB"
 _PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[A-Za-z_][\w./@-]*", re.IGNORECASE)
-"""Text that Hydra reads as text without quotes."""
+"""Strings that Hydra reads as strings without quotes."""
 MOST_WRONG = 3
-"""The maximum number of points whose errors are reported: a misspelled setting causes the same error in all."""
+"""The maximum number of points whose errors are reported, because a misspelled setting causes the same error in all."""
 
 
 class TrialComposer(Composer):
@@ -43,7 +43,7 @@ class TrialComposer(Composer):
         self.flags += [] if config_name == CONFIG_NAME else [f"--config-name={config_name}"]
 
     def is_search(self, overrides: Sequence[str]) -> bool:
-        """Return whether a command of several runs is a search, by its overrides or by the file of a chosen option."""
+        """Return whether a command with several runs is a search, from its overrides or a chosen option's file."""
         if not any(re.match(r"\+*(search|experiment)\b", text) for text in overrides):
             overrides = []
             if self.tree.config_name == CONFIG_NAME:
@@ -52,14 +52,14 @@ class TrialComposer(Composer):
             fixed, dimensions = self._split([text for text in overrides if self.tree.group_of(text)])
             config = self.tree.compose([*fixed, *self.first_options(dimensions)])
             return OmegaConf.select(config, "search.kind") is not None
-        except (*ERRORS, UserError):  # reported when the command is composed
+        except (*ERRORS, UserError):  # the error is reported when the command is composed
             return any(re.match(r"\+*search=", text) for text in overrides)
 
     def search(self, overrides: Sequence[str]) -> tuple[SearchConfig, list[str], list[Dimension]]:
-        """Split a command into the options of its search, the overrides that all trials share, and the varied settings.
+        """Split a command into its search options, the overrides that all trials share, and the varied settings.
 
         Raises:
-            UserError: mistakes in the overrides, or in the options of the search.
+            UserError: the overrides or the search options have errors.
         """
         texts = [rewritten(text) for text in overrides]
         fixed, dimensions = self._split(texts)
@@ -67,7 +67,7 @@ class TrialComposer(Composer):
         try:
             options = SearchConfig(**to_options(plain_values(self.tree.compose(chosen).search)))
         except ERRORS:
-            self.compose(chosen)  # raises all errors, explained
+            self.compose(chosen)  # raises all errors, with explanations
             raise
         refuse(options.option_errors())
         if swept := self._sweep_params([text for text in chosen if self.tree.group_of(text)]):
@@ -100,19 +100,19 @@ class TrialComposer(Composer):
         return fixed, dimensions
 
     def first_options(self, dimensions: Sequence[Dimension]) -> list[str]:
-        """Choose the first option of each group that is varied, so that the rest can be composed."""
+        """Choose the first option of each varied group, so that the remaining config can be composed."""
         return [f"{each.key}={each.values[0]}" for each in dimensions if self.tree.group_of(each.key) and each.values]
 
     def freeze(self, fixed: Sequence[str], dimensions: Sequence[Dimension], base: Path) -> dict[str, Any]:
-        """Compose the starting point of the trials, as JSON values.
+        """Compose the base config of the trials, as JSON values.
 
         Args:
             fixed: the overrides that all trials share.
             dimensions: the settings that the search varies.
-            base: the directory that relative paths are resolved against.
+            base: the directory to resolve relative paths against.
 
         Raises:
-            UserError: all errors of the overrides, one per line.
+            UserError: the overrides have errors, listed one per line.
         """
         groups = [each for each in dimensions if self.tree.group_of(each.key)]
         templates = {}
@@ -121,7 +121,7 @@ class TrialComposer(Composer):
             try:
                 config = self.tree.compose([*fixed, *chosen])
             except ERRORS:
-                self.compose([*fixed, *chosen])  # raises all errors, explained
+                self.compose([*fixed, *chosen])  # raises all errors, with explanations
                 raise
             choices = dict(config.hydra.runtime.choices)
             values_of = plain_values(config, resolve=False)
@@ -134,7 +134,7 @@ class TrialComposer(Composer):
             made = {"values": values_of, "title": title, "named_against": named_against}
             digest = sha256(canonical(made).encode()).hexdigest()
             templates[json.dumps(chosen)] = {**made, "digest": digest}
-        # Left out of the names of runs and their plain commands.
+        # These overrides are omitted from the names of runs and from the commands that reproduce them.
         unnamed = r"\+*search[.=]|train\.epochs=null|\+*launcher\.(retry_failed|dry_run|slots)="
         shared = [text for text in fixed if not re.match(unnamed, text)]
         chosen_by_file = [] if any(re.match(r"\+*search=", text) for text in fixed) else ["search=none"]
@@ -147,14 +147,14 @@ class TrialComposer(Composer):
         """Compose the run of a trial.
 
         Args:
-            frozen: from `freeze`.
-            point: the trial's values, by key.
-            base: the directory that relative paths are resolved against.
-            repeat: added to the seed.
-            search: the name of the search, which groups its runs in W&B.
+            frozen: the result of `freeze`.
+            point: the values of the trial, by key.
+            base: the directory to resolve relative paths against.
+            repeat: the number of the repeat, which is added to the seed.
+            search: the name of the search, used to group its runs in W&B.
 
         Raises:
-            UserError: all errors of the config, one per line.
+            UserError: the config has errors, listed one per line.
         """
         key = json.dumps([f"{each}={point[each]}" for each in frozen["groups"]])
         template = frozen["templates"][key]
@@ -178,15 +178,17 @@ class TrialComposer(Composer):
     def check_points(
         self, frozen: Mapping[str, Any], points: Sequence[Point], base: Path, drawn: Collection[str] = ()
     ) -> list[str]:
-        """Compose the runs of these points.
+        """Compose the runs of these points and return their errors.
 
-        Return the errors of the first points that have any, with the point if needed.
+        Only the first `MOST_WRONG` points with errors are included, each named where necessary. Two points that are the
+        same run are also an error.
 
         Args:
-            frozen: from `freeze`.
-            points: of the trials.
-            base: the directory that relative paths are resolved against.
-            drawn: keys whose values are drawn from an interval; errors that differ only in these are one line.
+            frozen: the result of `freeze`.
+            points: the points of the trials.
+            base: the directory to resolve relative paths against.
+            drawn: the keys with values drawn from an interval. Errors that differ only in these values are merged into
+                one line.
         """
         self.sweeping()
         found: dict[str, str] = {}
@@ -211,19 +213,19 @@ class TrialComposer(Composer):
 
 
 def _texts(node: Any, prefix: str) -> list[tuple[str, str]]:
-    """List the dotted keys of the texts in nested values, with the texts."""
+    """List the dotted key and the value of each string in nested values."""
     if isinstance(node, dict):
         return [found for key, value in node.items() for found in _texts(value, f"{prefix}{key}.")]
     return [(prefix.rstrip("."), node)] if isinstance(node, str) else []
 
 
 def _listed(key: str, values: Sequence[Any]) -> Dimension:
-    """Return the dimension of a list in `search.space`, whose values may have any type of a setting."""
+    """Return the dimension for a list in `search.space`. Its values may have any type that a setting can have."""
     return Dimension(key, tuple(map(_typed, values)))
 
 
 def _typed(value: Any) -> str:
-    """Write a value as on the command line."""
+    """Format a value as it is typed on the command line."""
     if isinstance(value, list):
         return f"[{','.join(map(_typed, value))}]"
     if isinstance(value, dict):

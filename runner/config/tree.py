@@ -1,6 +1,6 @@
 """Compose the config tree with Hydra.
 
-Only this module and `targets.bind` call Hydra. `config_loader` extends it, and `explain` knows its errors.
+Only this module and `targets.bind` call Hydra. `config_loader` extends Hydra, and `explain` handles its errors.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from runner.search.points import Dimension
 from runner.system import files
 
 CONFIG_NAME = "config"
-# Hydra 1.3 warns if it is not passed, and 1.4 if it is.
+# Hydra 1.3 warns if this argument is missing, and Hydra 1.4 warns if it is passed.
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
-# Dictionaries whose keys the user chooses: a new key needs no `+`.
+# Dictionaries whose keys the user chooses. An override can add a key without `+`.
 OPEN = (
     "sampler.weights",
     "sampler.max_epochs",
@@ -56,10 +56,10 @@ OPEN = (
 )
 
 
-# Parts of Hydra's own node that decide how an application runs; the groups that choose its plugins.
+# Parts of Hydra's own node that control how an application runs, and the groups that select its plugins.
 HYDRA_PARTS = ("run", "sweep", "sweeper", "launcher", "mode", "callbacks", "job.chdir", "job.env_set")
 PLUGINS = ("hydra/sweeper", "hydra/launcher")
-# Hydra's defaults for them; all others are null or empty.
+# Hydra's default values for these parts. All other parts are null or empty.
 HYDRA_DEFAULTS = {
     "hydra.run.dir": "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}",
     "hydra.sweep.dir": "multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}",
@@ -70,7 +70,7 @@ HYDRA_DEFAULTS = {
 
 
 class _FurtherDirectories(SearchPathPlugin):
-    """Put the directories of a `ConfigTree` on Hydra's search path, after the shipped one."""
+    """Add the directories of a `ConfigTree` to Hydra's search path, after the shipped directory."""
 
     paths: ClassVar[Sequence[Path]] = ()
 
@@ -84,12 +84,12 @@ Plugins.instance().register(_FurtherDirectories)
 
 
 class ConfigTree:
-    """The shipped configs and the configs in further directories.
+    """The config tree: the shipped configs, and the configs in additional directories.
 
     Args:
-        config_dirs: further directories with groups and experiments; a shipped file takes precedence over a file of the
-            same name.
-        config_name: the primary config.
+        config_dirs: additional directories with groups and experiments. A shipped file takes precedence over a file
+            with the same name.
+        config_name: the name of the primary config.
 
     Raises:
         UserError: a directory does not exist.
@@ -104,15 +104,15 @@ class ConfigTree:
                 raise UserError(f"--config-dir {given}: no such directory; pass one that holds config groups")
         self.options = groups([conf_dir(), *self.config_dirs])
         names = {group.partition("/")[0] for group in self.options}
-        # In this order a data option may select a sampler, and an experiment any option.
+        # Groups are applied in this order, so that a data option may select a sampler, and an experiment any option.
         self.groups = sorted(names, key=lambda name: (name == "experiment", name == "data", name))
 
     def group_of(self, override: str, groups: Collection[str] | None = None) -> str | None:
-        """Return the config group that `override` chooses an option of; None if it sets a value.
+        """Return the config group in which `override` chooses an option, or None if it sets a value.
 
         Args:
-            override: of a command.
-            groups: the names of the groups; by default those of this tree.
+            override: an override of a command.
+            groups: the names of the config groups; by default, those of this tree.
         """
         key = override.partition("=")[0].lstrip("+~").partition("@")[0]
         return key if key.partition("/")[0] in (*(self.groups if groups is None else groups), "hydra") else None
@@ -120,13 +120,13 @@ class ConfigTree:
     def compose(
         self, overrides: Sequence[str], frozen: dict[str, Any] | None = None, resolved: bool = True
     ) -> DictConfig:
-        """Compose the config, including Hydra's own node. `${hydra:...}` in it resolves until the next composition.
+        """Compose the config, including Hydra's own node.
 
         Args:
-            overrides: without sweeps.
-            frozen: compose over these resolved values of a run instead of the primary config. Choosing an option of
-                a group replaces that group's values.
-            resolved: whether the frozen values have no interpolations, so that `${` in them is text.
+            overrides: the overrides, without sweeps. `${hydra:...}` values can be resolved until the next composition.
+            frozen: the resolved values of a run, used instead of the primary config. If an override chooses a group
+                option, it replaces the frozen values of that group.
+            resolved: whether the frozen values have no interpolations. If so, `${` in them is plain text.
         """
         name, loader = self.config_name, self._loader
         if frozen is not None:
@@ -141,18 +141,18 @@ class ConfigTree:
                 texts = [opened(text) for text in overrides]
                 config = loader.load_configuration(name, texts, RunMode.RUN, from_shell=False)
         finally:
-            if frozen is not None:  # it may be large, and is not needed from here on
+            if frozen is not None:  # freed, because it may be large and is not needed any more
                 ConfigStore.instance().store(name=name, node={})
         if frozen is None:
             self._check_own_options(config.hydra.runtime.choices)
-        HydraConfig.instance().cfg = cast(Any, config)  # without the copy that `set_config` makes
+        HydraConfig.instance().cfg = cast(Any, config)  # set directly, without the copy that `set_config` makes
         return config
 
     def _check_own_options(self, choices: Mapping[str, Any]) -> None:
-        """Refuse options for which the user has a file, while the shipped file of the same name is used.
+        """Raise an error if the user has a file for a chosen option but the shipped file with the same name is used.
 
         Raises:
-            UserError: naming the first one.
+            UserError: the message names the first such option.
         """
         for group, option in choices.items() if self.config_dirs else ():
             name = f"{group.partition('@')[0]}/{option}.yaml"
@@ -165,9 +165,9 @@ class ConfigTree:
                     )
 
     def hydra_changes(self, config: DictConfig) -> dict[str, Any]:
-        """Return the settings in files of a composed config that change how Hydra would run an application, by key.
+        """Return the settings in config files that would change how Hydra runs an application, by key.
 
-        Hydra's defaults and the parameters of a sweep are left out.
+        Hydra's defaults and the parameters of a sweep are omitted.
         """
         chosen = {key: config.hydra.runtime.choices.get(key) for key in PLUGINS}
         found = {key: option for key, option in chosen.items() if option != "basic"}
@@ -179,17 +179,17 @@ class ConfigTree:
         return {key: value for key, value in changed.items() if not f"{key}.".startswith("hydra.sweeper.params.")}
 
     def apply(self, override: str, config: DictConfig) -> None:
-        """Set the value of an override that chooses no option in a composed config, as a composition would.
+        """Apply an override that sets a value to a composed config, as a composition would.
 
         Raises:
-            HydraException: as in a composition; part of the value may have been set by then.
+            HydraException: as in a composition; the value may already be partly set.
         """
         self._loader.apply(opened(override), config)
 
     def alternatives(self, override: str) -> tuple[str, list[str] | None]:
-        """Return the key of an override, and the overrides it expands to: one for each value of a sweep.
+        """Return the key of an override, and the list of overrides that it expands to, one for each value of a sweep.
 
-        They are None for an interval, which has no values to enumerate.
+        The list is None for an interval, because its values cannot be enumerated.
         """
         parsed = self._loader.parse(override)
         key = parsed.get_key_element()
@@ -200,11 +200,11 @@ class ConfigTree:
         return key, [f"{key}={value}" for value in parsed.sweep_string_iterator()]
 
     def dimension(self, override: str) -> Dimension | None:
-        """Return the dimension that an override adds to a search; None if it sets one value.
+        """Return the search dimension that an override defines, or None if it sets a single value.
 
         Raises:
-            HydraException: it cannot be parsed.
-            UserError: it has no values.
+            HydraException: the override cannot be parsed.
+            UserError: the dimension has no values.
         """
         parsed = self._loader.parse(override)
         if not parsed.is_sweep_override():
@@ -221,9 +221,9 @@ class ConfigTree:
         return Dimension(key, (), *ends, log="log" in value.tags, whole=isinstance(value.start, int))
 
     def run_hydra(self, flags: Sequence[str], overrides: Sequence[str]) -> None:
-        """Run Hydra's own command line: `--cfg`, `--info`, `--hydra-help`, `--shell-completion`. It prints to stdout.
+        """Run Hydra's command line for `--cfg`, `--info`, `--hydra-help` and `--shell-completion`. It prints to stdout.
 
-        Hydra ends with SystemExit, or raises its own errors while HYDRA_FULL_ERROR=1.
+        Hydra raises SystemExit at the end, or its own errors if HYDRA_FULL_ERROR=1.
         """
         main = hydra.main(config_path=str(conf_dir()), config_name=self.config_name, **VERSION_BASE)(lambda _: None)
         arguments, root = sys.argv, logging.getLogger()
@@ -235,7 +235,7 @@ class ConfigTree:
         finally:
             sys.argv = arguments
             GlobalHydra.instance().clear()
-            root.setLevel(level)  # `--info` enables all output of all loggers in the process
+            root.setLevel(level)  # undoes `--info`, which enables all output of all loggers in the process
             root.handlers[:] = handlers
 
     @cached_property
@@ -258,7 +258,7 @@ class ConfigTree:
 
 
 def opened(override: str) -> str:
-    """Rewrite `override` so that a new key in one of the `OPEN` dictionaries is accepted without a `+`."""
+    """Rewrite `override` so that it can add a key to one of the `OPEN` dictionaries without a `+`."""
     key, equals, value = override.partition("=")
     if key.lstrip("+") == "init_from" and not value.startswith("{"):
         return f"{key}.path={value}"
@@ -269,7 +269,7 @@ def opened(override: str) -> str:
         if bare == prefix and value.startswith(("{", "[")):
             return f"++{bare}={value}"
         if bare.startswith(f"{prefix}."):
-            # As a dictionary, so that a new entry gets its type from the schema.
+            # The value is a dictionary, so that a new entry gets its type from the schema.
             names = bare.removeprefix(f"{prefix}.").split(".")
             return f"++{prefix}=" + "".join(f"{{{name}:" for name in names) + value + "}" * len(names)
     return override

@@ -1,4 +1,4 @@
-"""Find the best run of a search, for commands that continue from it."""
+"""Find the best run of a search, for commands that continue training from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runner.search.directory import Record, SearchDir, read_journal
 
 
 def best_run(path: Path) -> RunDir:
-    """Return the best run of a search so far: the run of the best trial with the first seed.
+    """Return the run with the first seed of the best trial so far.
 
     Raises:
         UserError: no trial has a result yet, or the directory is malformed.

@@ -1,8 +1,8 @@
-"""Decide what a search does next, as a function of its journal, so that every decision can be checked afterwards.
+"""Decide what a search does next, as a pure function of its journal, so that every decision can be checked later.
 
-ASHA as in Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning", Algorithm 2: promote the best trial
-that is among the top 1/reduction of a rung and was not promoted yet, starting at the highest rung. Otherwise begin a
-trial.
+Uses ASHA as in Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning", Algorithm 2. Starting at the
+highest rung, promote the best trial that is among the top 1/reduction of a rung and has not been promoted yet. If there
+is no such trial, start a new one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from runner.search.rules import Algorithm, Rules
 
 @dataclass(frozen=True)
 class Decision:
-    """The next decision of a search: start the next trial, promote a trial to a rung, wait for results, or end."""
+    """A decision of a search: start the next trial, promote a trial to a rung, wait for results, or end the search."""
 
     what: str
     trial: int | None = None
@@ -34,7 +34,7 @@ class Decision:
 
 
 def decide(rules: Rules, journal: Journal) -> Decision:
-    """Return the next decision. Tasks that other processes have begun are left to them."""
+    """Return the next decision. It does not include tasks that other processes have already begun."""
     goes_on = not gives_up(journal)
     if rules.algorithm.pauses and goes_on:
         for rung in reversed(range(len(journal.rungs) - 1)):
@@ -46,7 +46,7 @@ def decide(rules: Rules, journal: Journal) -> Decision:
 
 
 def promotable(rules: Rules, journal: Journal, rung: int) -> Trial | None:
-    """Return the best trial that may be promoted from a rung and was not; None if there is none."""
+    """Return the best trial that may be promoted from `rung` and has not been promoted yet, or None."""
     values = journal.at(rung)
     best = sorted(values, key=lambda number: (rules.rank(values[number]), number))
     for number in best[: len(values) // rules.reduction]:
@@ -57,7 +57,7 @@ def promotable(rules: Rules, journal: Journal, rung: int) -> Trial | None:
 
 
 def most_promotions(rules: Rules, journal: Journal) -> int:
-    """Return how many trials could be promoted at once, by the results so far."""
+    """Return how many trials the results so far would allow to be promoted now."""
     if not rules.algorithm.pauses:
         return 0
     below = range(len(journal.rungs) - 1)
@@ -66,10 +66,10 @@ def most_promotions(rules: Rules, journal: Journal) -> int:
 
 
 def gives_up(journal: Journal) -> bool:
-    """Return whether no further trial is begun or promoted, because all of them seem to have the same problem.
+    """Return whether to stop starting and promoting trials, because all of them seem to have the same problem.
 
-    That is so if the first trials have all failed, if several in a row have failed with errors that are not crashes (a
-    lost disk, for example), or if a trial lacks the metric.
+    Give up after several trials in a row failed with errors other than crashes, e.g. a lost disk. While no trial has a
+    result, also give up if several trials failed, or one failed because the metric is missing.
     """
     if journal.errors >= GIVE_UP:
         return True
@@ -82,7 +82,7 @@ GIVE_UP = 3
 
 
 class Points:
-    """The points of a search in the order of its trials. Remembers the points of earlier calls."""
+    """The points of a search in the order of its trials. Points that were returned before are remembered."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -91,10 +91,10 @@ class Points:
         self._known: list[Point] = []
 
     def point(self, journal: Journal, number: int) -> Point:
-        """Return the point of a trial, given the journal before the trial begins.
+        """Return the point of trial `number`, given the journal as it was before the trial began.
 
         Raises:
-            UserError: a package that chooses points is missing, or the space has too few points.
+            UserError: the package that chooses points is not installed, or the space has too few points.
         """
         if self._rules.algorithm.learns:
             from runner.search.optuna import suggest
@@ -107,7 +107,7 @@ class Points:
 
 
 def replay(rules: Rules, entries: list[Entry]) -> list[str]:
-    """Make every decision of a journal again, and return a line for each that comes out differently."""
+    """Repeat every decision in a journal, and return one line for each that comes out differently."""
     journal, points, wrong = Journal(rules.repeats), Points(rules), list[str]()
     for number, entry in enumerate(entries, start=1):
         if entry["entry"] in DECISIONS:
@@ -123,7 +123,7 @@ def replay(rules: Rules, entries: list[Entry]) -> list[str]:
 
 @dataclass(frozen=True)
 class Best:
-    """The best trial, judged at the highest rung at which any trial has a result."""
+    """The best trial by its result at the highest rung with results."""
 
     trial: Trial
     rung: int
@@ -131,7 +131,7 @@ class Best:
 
 
 def best(rules: Rules, journal: Journal) -> Best | None:
-    """Return the best trial so far that has not diverged; None if no trial has a finite result."""
+    """Return the best trial so far that has not diverged, or None if no trial has a finite result."""
     results = [journal.at(rung) for rung in range(len(journal.rungs))]
     diverged = {number for values in results for number, value in values.items() if not math.isfinite(value)}
     for rung in reversed(range(len(journal.rungs))):

@@ -1,4 +1,4 @@
-"""Read and write the directory of a search: its rules, its journal, its slots. Its runs are in the same folder.
+"""Read and write the directory of a search: its rules, journal and slots. Its runs are in the same parent folder.
 
 outputs/NAME/search.json      the rules, and the config that every trial begins with
 outputs/NAME/journal.jsonl    see `runner.search.journal`; the holder of the lease replaces the whole file
@@ -26,7 +26,7 @@ from runner.system.signals import STOP
 
 FORMAT = 1
 WAIT_S = 180.0
-"""How long to wait for the lease while others decide: longer than the lease timeout of a killed process."""
+"""Seconds to wait for the lease while other processes decide. Longer than the lease timeout of a killed process."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class SearchDir:
         return RunDir(self.path).lease
 
     def slot(self, number: int) -> RunDir:
-        """Return the directory of a slot. It has a lease, a job and logs, as a run has."""
+        """Return the directory of a slot. Like a run, it has a lease, a job and logs."""
         return RunDir(self.path / "slots" / f"slot-{number}")
 
     @staticmethod
@@ -69,16 +69,16 @@ class SearchDir:
         return sorted(found, key=self.number_of)
 
     def run(self, name: str) -> RunDir:
-        """Return the run that an entry of the journal names."""
+        """Return the run that a journal entry names."""
         return RunDir(Path(os.path.normpath(self.path.parent / name)))
 
     def name_of(self, run: Path) -> str:
-        """Return the journal's name of a run: its path relative to the directory that holds the search."""
+        """Return the name of a run in the journal, which is its path relative to the search's parent directory."""
         return os.path.relpath(run, self.path.parent)
 
 
 def is_search(path: Path) -> bool:
-    """Return whether a directory is the directory of a search."""
+    """Return whether `path` is the directory of a search."""
     return files.is_file(SearchDir(path).record)
 
 
@@ -87,13 +87,13 @@ class Record:
     """The content of search.json.
 
     Attributes:
-        rules: the rules of its decisions; they never change.
+        rules: the rules of the search; they never change.
         config: the starting point of the trials, for `runner.config.template`.
-        digest: the identity of a trial without its point; if it changes, the trials become other runs.
-        directory: the directory of the command.
-        keep: how many checkpoints a paused trial keeps.
-        prune: whether paused trials lose them when the search ends.
-        lease_timeout_s: see run.lease_timeout_s.
+        digest: the identity of a trial without its point. If it changes, the trials become different runs.
+        directory: the working directory of the command.
+        keep: the number of checkpoints that a paused trial keeps.
+        prune: whether these checkpoints are deleted when the search ends.
+        lease_timeout_s: the value of run.lease_timeout_s.
     """
 
     rules: Rules
@@ -109,7 +109,7 @@ class Record:
 
         Raises:
             SupersededError: another process has taken over the lease.
-            OSError: the file system refused.
+            OSError: search.json cannot be written.
         """
         rest = {key: getattr(self, key) for key in ("digest", "directory", "keep", "prune", "lease_timeout_s")}
         made = {"format": FORMAT, "rules": self.rules.to_json(), **rest, "config": self.config}
@@ -153,7 +153,7 @@ def read_journal(search: SearchDir, repeats: int) -> Journal:
 
 @dataclass
 class Turn:
-    """The right to decide, while this process holds the lease of the search."""
+    """The exclusive right to decide, valid while this process holds the lease of the search."""
 
     search: SearchDir
     journal: Journal
@@ -161,18 +161,18 @@ class Turn:
     _added: int = field(default=0)
 
     def append(self, entry: str, **values: Any) -> Entry:
-        """Add an entry, to be written by `commit`."""
+        """Add an entry. `commit` writes it."""
         made: Entry = {"entry": entry, **values, "time": round(clock.wall(), 3)}
         self.journal.add(made)
         self._added += 1
         return made
 
     def commit(self) -> None:
-        """Write the entries that were added.
+        """Write the added entries to the journal.
 
         Raises:
-            SupersededError: another process has taken over the lease: nothing was written.
-            OSError: the file system refused.
+            SupersededError: another process has taken over the lease, so nothing was written.
+            OSError: the journal cannot be written.
         """
         if self._added:
             files.write_atomic(self.search.journal, self.journal.text(), guard=self.guard)
@@ -181,19 +181,19 @@ class Turn:
 
 @contextmanager
 def turn(search: SearchDir, record: Record, holder: Mapping[str, Any] | None = None) -> Iterator[Turn]:
-    """Acquire the lease of a search and read its journal. Write the entries added in the block when it ends.
+    """Acquire the lease of a search and read its journal. When the block ends, write the entries that were added in it.
 
     Args:
         search: the search.
-        record: its search.json.
-        holder: the job of this process.
+        record: the content of its search.json.
+        holder: the identity of this process's job, for the lease.
 
     Raises:
-        LockedError: other processes kept the lease for too long.
-        StoppedError: a signal ended the wait.
-        SupersededError: this process was stopped for so long that another one has taken over.
+        LockedError: other processes held the lease for too long.
+        StoppedError: a signal arrived during the wait.
+        SupersededError: this process was paused for so long that another process took over.
         RunDirError: the search was moved or removed, or its journal is malformed.
-        OSError: the file system refused.
+        OSError: a file cannot be read or written.
     """
     with Lease.acquire(
         search.lease, holder, record.lease_timeout_s, wait_s=WAIT_S, asked_to_stop=lambda: STOP, within=search.path

@@ -1,4 +1,4 @@
-"""Read and write the journal of a search: decisions and their results, in the order in which they were written.
+"""Read and write the journal of a search: its decisions and results, in the order they were written.
 
     {"entry": "settings", "trials": 27, "rungs": [100, 300, 900]}        by a command; `null`: the end of the run
     {"entry": "start", "trial": 0, "values": {"optimizer.lr": "0.003"}, "repeat": 0, "slot": 0, "fence": 1}
@@ -11,7 +11,7 @@
     {"entry": "retry", "trial": 0}                                       by a command: a failed or withdrawn trial
     {"entry": "wait" | "done", "slot": 0, "fence": 1}                    nothing to train for now, or ever again
 
-Everything about a search follows from these lines and from search.json. Imports neither torch nor numpy.
+These lines and search.json determine the complete state of a search. Imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ RESULT, FAILED, WITHDRAWN, RETRY, WAIT, DONE = "result", "failed", "withdrawn", 
 DECISIONS = (START, PROMOTE, WAIT, DONE)
 
 CRASHES = 3
-"""A trial has failed after this many crashes in a row without progress."""
+"""The number of crashes in a row without progress after which a trial has failed."""
 KILLS = 20
-"""The same for kills of the training process while its slot lives. More, because the trial is seldom the cause."""
+"""The same limit for kills of the training process in a live slot. Higher, because the trial is rarely the cause."""
 LOSSES = 50
-"""The same for slots that end while they train it, for example by preemption."""
+"""The same limit for slots that end while they train the trial, e.g. by preemption."""
 
 Entry = dict[str, Any]
 Rungs = tuple[int | None, ...]
@@ -42,7 +42,7 @@ Rungs = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class Claim:
-    """The slot that trains one repeat of a trial, by its number and the fence of its lease."""
+    """The slot that trains one repeat of a trial, identified by its number and the fence of its lease."""
 
     slot: int
     fence: int
@@ -50,7 +50,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a trial at a rung. `value` is None if the trial diverged."""
+    """A trial's result at a rung. `value` is None if the trial diverged."""
 
     step: int
     value: float | None
@@ -58,18 +58,18 @@ class Result:
 
 @dataclass
 class Trial:
-    """One point of the search, with everything that the journal records about it.
+    """One point of the search, with everything the journal records about it.
 
     Attributes:
-        number: from 0, in the order in which the trials began.
-        values: its point.
-        rung: the highest rung that it was sent to.
-        runs: by repeat, in the same folder as the search.
-        results: by repeat and rung.
+        number: the index of the trial, from 0 in the order in which trials began.
+        values: the point of the trial.
+        rung: the highest rung that the trial was started for or promoted to.
+        runs: the name of the run of each repeat, relative to the search's parent folder.
+        results: the result for each repeat and rung.
         claims: the slot that trains each repeat.
-        failed: why it is not trained any further; None: it is.
+        failed: why the trial is not trained any further; None if it has not failed.
         withdrawn: whether a user has withdrawn it.
-        retried: whether a user has requested it again since.
+        retried: whether a user has requested the trial again after that.
     """
 
     number: int
@@ -82,19 +82,19 @@ class Trial:
     withdrawn: bool = False
     retried: bool = False
     failures: dict[tuple[int, str], int] = field(default_factory=dict)  # by repeat and kind, since the last progress
-    reached: dict[int, int] = field(default_factory=dict)  # by repeat, the step that was saved at the last failure
+    reached: dict[int, int] = field(default_factory=dict)  # by repeat: the step that was saved at the last failure
 
     @property
     def over(self) -> bool:
-        """Return whether the trial is not trained any further unless a user requests it."""
+        """Return whether the trial is over, unless a user requests it again."""
         return self.failed is not None or self.withdrawn
 
     def lacks(self, repeats: int) -> list[int]:
-        """Return the repeats without a result at the trial's rung."""
+        """Return the repeats that have no result at the trial's rung."""
         return [] if self.over else [each for each in range(repeats) if (each, self.rung) not in self.results]
 
     def value(self, rung: int, repeats: int) -> float | None:
-        """Return the mean over all repeats at a rung: nan if a repeat diverged, None if a result is missing."""
+        """Return the mean result of all repeats at a rung: nan if a repeat diverged, None if a result is missing."""
         found = [self.results.get((repeat, rung)) for repeat in range(repeats)]
         values = [math.nan if each.value is None else each.value for each in found if each is not None]
         return math.fsum(values) / repeats if len(values) == repeats else None
@@ -104,7 +104,7 @@ MALFORMED = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 
 def _malformed(text: str, repeats: int, where: object) -> RunDirError:
-    """Return an error for the first line that does not follow from the lines before it, with the remedy."""
+    """Return an error, with a remedy, for the first line that is invalid after the lines before it."""
     made, reason = Journal(repeats), ""
     try:
         for line in text.splitlines():
@@ -120,15 +120,15 @@ def _malformed(text: str, repeats: int, where: object) -> RunDirError:
 
 @dataclass
 class Journal:
-    """The state of a search that follows from the entries so far.
+    """The state of a search, computed from its journal entries.
 
     Attributes:
-        repeats: seeds per point.
-        entries: all of them.
-        trials: the trials that have begun, by number.
-        limit: how many trials there will be.
-        rungs: the steps of the rungs.
-        errors: how many trials in a row have failed with an error other than a crash, with no result in between.
+        repeats: the number of seeds per point.
+        entries: all entries so far.
+        trials: the trials that have begun, ordered by number.
+        limit: the maximum number of trials.
+        rungs: the step of each rung.
+        errors: the number of trials in a row that failed with an error other than a crash, without a result in between.
     """
 
     repeats: int = 1
@@ -140,10 +140,10 @@ class Journal:
 
     @staticmethod
     def parse(text: str, repeats: int, where: object = "the journal") -> Journal:
-        """Read the lines of a journal.
+        """Parse the text of a journal.
 
         Raises:
-            RunDirError: it is malformed; the message names `where`.
+            RunDirError: the journal is malformed; the message contains `where`.
         """
         made = Journal(repeats)
         try:
@@ -154,14 +154,14 @@ class Journal:
         return made
 
     def text(self) -> str:
-        """Return the lines."""
+        """Return the journal as text, one line per entry."""
         return "".join(f"{json.dumps(entry)}\n" for entry in self.entries)
 
     def add(self, entry: Entry) -> None:
         """Add an entry and update the state.
 
         Raises:
-            LookupError, TypeError, ValueError: it does not follow from the entries before it.
+            LookupError, TypeError, ValueError: the entry is invalid after the entries before it.
         """
         kind = entry["entry"]
         if kind == SETTINGS:
@@ -212,22 +212,22 @@ class Journal:
             trial.failed = reason if most == 1 else f"{reason} ({count} times in a row without progress)"
 
     def at(self, rung: int) -> dict[int, float]:
-        """Return the results that count at a rung, by trial: means over the repeats, nan for diverged trials."""
+        """Return the complete results at a rung, by trial: the mean over the repeats, or nan for a diverged trial."""
         found = {trial.number: trial.value(rung, self.repeats) for trial in self.trials}
         return {number: value for number, value in found.items() if value is not None}
 
     def results(self, trial: Trial) -> list[tuple[int, float]]:
-        """Return the steps and results of a trial from the first rung on; nan if it diverged."""
+        """Return the (step, result) pairs of a trial, from the first rung on. nan means that the trial diverged."""
         values = [(rung, trial.value(rung, self.repeats)) for rung in range(len(self.rungs))]
         return [(trial.results[0, rung].step, value) for rung, value in values if value is not None]
 
     @property
     def outstanding(self) -> list[Trial]:
-        """Return the trials that lack a result at their rung."""
+        """Return the trials that have no result at their current rung."""
         return [trial for trial in self.trials if trial.lacks(self.repeats)]
 
     def steps_trained(self) -> int:
-        """Return how many steps the results so far took, counting each step of a run once."""
+        """Return how many steps were trained for the results so far. Each step of a run is counted once."""
         reached: dict[tuple[int, int], int] = {}
         for trial in self.trials:
             for (repeat, _), result in trial.results.items():

@@ -1,6 +1,6 @@
-"""Use Optuna for its samplers and its dashboard, fed from the journal. Needs `pip install preemptible-runner[search]`.
+"""Convert the journal for Optuna's samplers and dashboard. Needs `pip install preemptible-runner[search]`.
 
-The journal itself is not kept in Optuna, because its storages do not survive killed processes.
+The journal is not stored in Optuna, because its storages do not survive killed processes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ except ImportError as error:
     ) from None
 
 STARTUP = 10
-"""Points that are drawn at random before the sampler has enough results to learn from."""
+"""The number of points drawn at random before the sampler has enough results to learn from."""
 
 
 def suggest(rules: Rules, journal: Journal, number: int) -> Point:
-    """Return the point of a trial by Optuna's TPE, given the results so far.
+    """Return the point of trial `number`, chosen by Optuna's TPE sampler from the results so far.
 
-    The first points are those of search=random. The same journal gives the same point, with the same version of Optuna.
+    The first points are the same as with search=random. The point depends only on the journal and the version of
+    Optuna.
     """
     random = rules.space.random(rules.seed)
     if number < STARTUP:
@@ -49,7 +50,7 @@ def suggest(rules: Rules, journal: Journal, number: int) -> Point:
 
 
 def write_study(rules: Rules, journal: Journal, name: str, path: Path) -> None:
-    """Write a study that optuna-dashboard shows, replacing an earlier one.
+    """Write a study file for optuna-dashboard, replacing any earlier file.
 
     Raises:
         UserError: the file cannot be written.
@@ -80,7 +81,7 @@ def _distributions(rules: Rules) -> dict[str, Any]:
 def _distribution(dimension: Dimension) -> Any:
     of = optuna.distributions
     if dimension.ordered:
-        return of.IntDistribution(0, len(dimension.values) - 1)  # the index in the list
+        return of.IntDistribution(0, len(dimension.values) - 1)  # the parameter is the index in the list
     if dimension.values:
         return of.CategoricalDistribution(dimension.values)
     if dimension.whole:
@@ -101,7 +102,7 @@ def _parameter(dimension: Dimension, text: str) -> Any:
 
 
 def _trials(rules: Rules, journal: Journal) -> Iterator[Any]:
-    """Convert the trials to Optuna's: complete at the last rung, pruned below it or diverged, failed, or running."""
+    """Convert trials to Optuna trials: complete at the last rung, pruned below it or diverged, failed, or running."""
     states, worst = optuna.trial.TrialState, -math.inf if rules.maximize else math.inf
     distributions = _distributions(rules)
     for trial in journal.trials:

@@ -1,6 +1,6 @@
-"""Define the points of a search: the range of each setting, and the values that the trials get.
+"""Define the points of a search: the range of each setting, and the values drawn for each trial.
 
-Plain Python, seeded.
+Uses only the standard library and seeded random generators.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from itertools import product
 from typing import Any
 
 DIGITS = 4
-"""Significant digits of a number drawn from an interval: few, because people type and read it."""
+"""Significant digits of a number drawn from an interval. There are few, because people read and type these numbers."""
 TRIES = 1000
-"""Maximum number of draws to find a point that no trial has."""
+"""The maximum number of draws to find a point that no trial has used."""
 
 Point = dict[str, str]
-"""The overrides of a trial: key -> value, as on the command line."""
+"""The overrides of a trial: a value for each key, as on the command line."""
 
 
 def pairs(point: Mapping[str, str]) -> list[str]:
-    """Return the overrides of a point, as on the command line."""
+    """Return the overrides of a point as they are typed on the command line."""
     return [f"{key}={value}" for key, value in point.items()]
 
 
@@ -32,12 +32,12 @@ class Dimension:
     """The range of one setting: a list of values, or an interval of numbers.
 
     Attributes:
-        key: of the setting, dotted; or the name of a config group.
-        values: as on the command line; empty for an interval.
-        low: lower end of the interval, included.
-        high: upper end of the interval, included.
-        log: whether the logarithm is drawn uniformly.
-        whole: whether the numbers are whole.
+        key: the dotted key of the setting, or the name of a config group.
+        values: the listed values, as on the command line; empty for an interval.
+        low: the lower end of the interval, inclusive.
+        high: the upper end of the interval, inclusive.
+        log: whether to draw the logarithm uniformly.
+        whole: whether to draw integers.
         ordered: whether the values are numbers in ascending order.
     """
 
@@ -51,7 +51,7 @@ class Dimension:
 
     @property
     def size(self) -> float:
-        """Return the number of values; infinite for an interval of numbers that are not whole."""
+        """Return the number of values, infinite for an interval of real numbers."""
         if self.values:
             return len(self.values)
         return self.high - self.low + 1 if self.whole else math.inf if self.low < self.high else 1
@@ -62,7 +62,7 @@ class Dimension:
             return self.values[int(share * len(self.values))]
         if self.whole:
             low, high = int(self.low), int(self.high)
-            if self.log:  # each whole number gets the logarithms that round to it
+            if self.log:  # each integer gets the logarithms that round to it
                 first, last = math.log(low - 0.5), math.log(high + 0.5)
                 return str(min(max(round(math.exp(first + share * (last - first))), low), high))
             return str(low + int(share * (high - low + 1)))
@@ -72,27 +72,27 @@ class Dimension:
         return self.written(self.low + share * (self.high - self.low))
 
     def written(self, number: float) -> str:
-        """Write a number of the interval with few digits, without leaving the interval."""
+        """Format a number of the interval with few digits, so that it stays inside the interval."""
         rounded = float(f"{number:.{DIGITS}g}")
         return repr(min(max(rounded, self.low), self.high))
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to the entry of search.json."""
+        """Convert to a JSON entry for search.json."""
         return {**asdict(self), "values": list(self.values)}
 
     @staticmethod
     def from_json(entry: Mapping[str, Any]) -> Dimension:
-        """Read the entry of search.json.
+        """Create from a JSON entry of search.json.
 
         Raises:
-            TypeError: it is malformed.
+            TypeError: the entry is malformed.
         """
         return Dimension(**{**entry, "values": tuple(entry.get("values", ()))})
 
 
 @dataclass(frozen=True)
 class Space:
-    """Everything that a search varies, in the order of the command."""
+    """All settings that a search varies, in the order of the command."""
 
     dimensions: tuple[Dimension, ...]
 
@@ -102,19 +102,19 @@ class Space:
         return math.prod(each.size for each in self.dimensions)
 
     def grid(self) -> Iterator[Point]:
-        """Yield every combination of values, the last key varying fastest. Needs lists or whole numbers."""
+        """Yield every combination of values. The last key varies fastest. All dimensions must be lists or integers."""
         keys = [each.key for each in self.dimensions]
         for values in product(*map(_enumerated, self.dimensions)):
             yield dict(zip(keys, values, strict=True))
 
     def random(self, seed: int) -> Iterator[Point]:
-        """Yield points drawn uniformly without repetition, until none is left. The same seed gives the same points."""
+        """Yield points drawn uniformly without repetition until none is left. The same seed yields the same points."""
         seen: set[tuple[str, ...]] = set()
         while len(seen) < self.size:
             found = self._draw(seed, len(seen), seen)
             if found is None and math.isinf(self.size):
-                return  # the interval is so narrow that its numbers have the same digits
-            if found is None:  # nearly all points of a small space are taken: shuffle the rest
+                return  # the interval is so narrow that all its numbers have the same digits
+            if found is None:  # nearly all points of a small space are used: shuffle the remaining ones
                 rest = [point for point in self.grid() if tuple(point.values()) not in seen]
                 random.Random(f"{seed}/rest").shuffle(rest)
                 yield from rest

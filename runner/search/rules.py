@@ -1,4 +1,4 @@
-"""Define the rules of a search: what it varies and how it decides. They never change once it has begun."""
+"""Define the rules of a search: the settings it varies and how it decides. They never change once it has begun."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.search.points import Dimension, Space
 
 
 class Algorithm(Enum):
-    """How a search chooses points, and whether it pauses trials."""
+    """The algorithm of a search. It determines how points are chosen and whether trials are paused."""
 
     random = "random"
     grid = "grid"
@@ -22,18 +22,18 @@ class Algorithm(Enum):
 
     @property
     def pauses(self) -> bool:
-        """Return whether most trials end at a rung before the last one."""
+        """Return whether most trials stop at a rung before the last one."""
         return self in (Algorithm.asha, Algorithm.asha_tpe)
 
     @property
     def learns(self) -> bool:
-        """Return whether points depend on results."""
+        """Return whether new points depend on earlier results."""
         return self in (Algorithm.tpe, Algorithm.asha_tpe)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The part of search.json that decides together with the journal, and never changes.
+    """The rules in search.json. Together with the journal they determine every decision, and they never change.
 
     Attributes:
         maximize: whether high values are good.
@@ -48,7 +48,7 @@ class Rules:
     repeats: int = 1
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to the entry of search.json."""
+        """Convert to a JSON entry for search.json."""
         space = [each.to_json() for each in self.space.dimensions]
         mode = "max" if self.maximize else "min"
         rest = {key: getattr(self, key) for key in ("metric", "seed", "reduction", "repeats")}
@@ -56,15 +56,15 @@ class Rules:
 
     @staticmethod
     def from_json(entry: Mapping[str, Any]) -> Rules:
-        """Read the entry of search.json.
+        """Create from a JSON entry of search.json.
 
         Raises:
-            LookupError, TypeError: it is malformed.
+            LookupError, TypeError: the entry is malformed.
         """
         space = Space(tuple(map(Dimension.from_json, entry["space"])))
         rest = {key: entry[key] for key in ("metric", "seed", "reduction", "repeats")}
         return Rules(Algorithm[entry["algorithm"]], space, maximize=entry["mode"] == "max", **rest)
 
     def rank(self, value: float) -> float:
-        """Return a sort key that is low for a good value and infinite for a diverged trial."""
+        """Return a sort key: lower is better, and infinite for a diverged trial."""
         return math.inf if not math.isfinite(value) else -value if self.maximize else value
