@@ -1,1 +1,1 @@
-"""Code shared by all commands: their list, their help, the console, arguments and launchers."""
+"""Code that all commands share: the list of commands, their help, the console, arguments and launchers."""

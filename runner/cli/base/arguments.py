@@ -1,4 +1,4 @@
-"""Parse the arguments of `python -m runner` without a command: overrides, and the flags of Hydra that apply here."""
+"""Parse the arguments of `python -m runner` without a command: overrides, and the supported flags of Hydra."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
 def parser() -> Parser:
-    """Return the parser. It accepts `--help`, which the caller handles before."""
+    """Return the argument parser. The caller has already handled `--help`."""
     made = Parser(prog=PROGRAM, allow_abbrev=False, add_help=False)
     add = made.add_argument
     add("overrides", nargs="*", metavar="key=value")
@@ -34,41 +34,41 @@ def parser() -> Parser:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments. Flags and overrides may be mixed in any order.
+    """Parse the arguments. Flags and overrides may be in any order.
 
     Raises:
-        UserError: an unknown flag, or a value that is not allowed.
+        UserError: a flag is unknown, or its value is not allowed.
     """
     return parser().parse_intermixed_args(list(arguments))
 
 
 def add_config_dir(parser: argparse.ArgumentParser) -> None:
-    """Let a command take `--config-dir`, several times."""
+    """Add the flag `--config-dir` to a command. It may be repeated."""
     parser.add_argument(
         "--config-dir", action="append", default=[], metavar="DIR", help="an additional config directory"
     )
 
 
 def dirs(options: argparse.Namespace) -> list[str]:
-    """Return the additional config directories."""
+    """Return the values of `--config-dir`."""
     return [options.config_dir] if options.config_dir else []
 
 
 def runs_and_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split `words` into run directories and settings.
 
-    A directory counts as a run directory even if its name looks like a setting. An empty word (an unset variable) is
-    neither.
+    An existing directory is a run directory, even if its name looks like a setting. An empty word, e.g. from an unset
+    variable, is neither.
     """
     settings = [word for word in words if ("=" in word or word[:1] in ("+", "~")) and not files.seems_dir(word)]
     return [word for word in words if word and word not in settings], settings
 
 
 def one_run_and_settings(words: Sequence[str], usage: str) -> tuple[str, list[str]]:
-    """Split `words` into the only run directory and the settings.
+    """Split `words` into a single run directory and the settings.
 
     Raises:
-        UserError: there is no run directory, or several; the message shows the `usage`.
+        UserError: there is no run directory, or more than one. The message shows `usage`.
     """
     runs, settings = runs_and_settings(words)
     if len(runs) != 1:

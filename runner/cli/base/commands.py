@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from types import ModuleType
 
-# name: (its package, its main arguments, its description). The command NAME is the module `runner.cli.PACKAGE.NAME`.
+# name: (its package, its positional arguments, its description). The code is in the module `runner.cli.PACKAGE.NAME`.
 COMMANDS = {
     "init": ("start", "DIR", "write a small project to begin with"),
     "prepare": ("start", "[key=value ...]", "tokenize and pack documents ahead of time"),
@@ -29,11 +29,11 @@ COMMANDS = {
     "doctor": ("doctor", "[key=value ...]", "check a cluster and a config before submitting"),
     "chaos": ("chaos", "[key=value ...]", "test whether a config survives being killed"),
 }
-# Commands that take settings, and commands that create classes named in a config.
+# Commands that accept settings, and commands that create classes named in a config.
 WITH_SETTINGS = ("prepare", "resume", "fork", "evaluate", "doctor", "chaos")
 WITH_CLASSES = (*WITH_SETTINGS, "checkpoints", "inspect", "show")
 
 
 def module(name: str) -> ModuleType:
-    """Import the module of a command, whose `main(arguments)` returns the exit status."""
+    """Import the module of a command. Its `main(arguments)` returns the exit status."""
     return import_module(f"runner.cli.{COMMANDS[name][0]}.{name}")

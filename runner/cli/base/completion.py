@@ -1,7 +1,7 @@
-"""Complete `runner` in a shell: commands, their flags, config groups, options and settings.
+"""Complete `runner` commands in a shell: command names, flags, config groups, options and settings.
 
-`runner -sc install=SHELL` prints a script for the shell. The script calls `runner -sc query=SHELL` with the line typed
-so far in COMP_LINE, and the cursor in COMP_POINT. Hydra's own completion completes groups and settings.
+`runner -sc install=SHELL` prints a script for the shell. The script calls `runner -sc query=SHELL`. It passes the line
+typed so far in COMP_LINE and the cursor position in COMP_POINT. Hydra's own completion completes groups and settings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from runner.cli.base.help import config_dirs
 from runner.errors import ExitStatus, UserError
 from runner.system import processes
 
-# A candidate that is a complete word ends in a space. bash splits words at `=` and `:`, so the part before is removed.
+# A candidate that is a complete word ends in a space. bash splits words at `=` and `:`, so the script removes the part
+# before.
 BASH = """\
 _runner_complete() {
     local IFS=$'\\n' line=${COMP_LINE:0:COMP_POINT} word prefix
@@ -46,10 +47,10 @@ UNINSTALL = {
 
 
 def complete(options: argparse.Namespace) -> int:
-    """Carry out `-sc ACTION=SHELL` and return the exit status.
+    """Perform the action in `-sc ACTION=SHELL` and return the exit status.
 
     Raises:
-        UserError: an unknown action or shell.
+        UserError: the action or the shell is unknown.
     """
     action, _, shell = "".join(options.overrides).partition("=")
     if action not in ("install", "uninstall", "query") or shell not in INSTALL:
@@ -67,10 +68,10 @@ def complete(options: argparse.Namespace) -> int:
 
 
 def candidates(line: str) -> list[str]:
-    """Return the completions of the last word of `line`, which is empty after a space."""
+    """Return the completions of the last word in `line`. If `line` ends in a space, that word is empty."""
     words = line.split()
     current = "" if line[-1:].isspace() else words.pop() if words else ""
-    # The program: `runner`, or `python -m runner`.
+    # Skip the program, which is `runner` or `python -m runner`.
     start = next((i + 1 for i, word in enumerate(words) if os.path.basename(word) == "runner"), len(words))
     words = words[start:]
     command = words[0] if words and words[0] in COMMANDS else None
@@ -80,13 +81,13 @@ def candidates(line: str) -> list[str]:
         found = [*([] if words else [*COMMANDS, "help"]), *_settings(words, current)]
         found = list(COMMANDS) if words[:1] == ["help"] else found
     else:
-        # Without candidates the shell completes files and directories.
+        # Without candidates, the shell completes files and directories.
         found = _settings(words, current) if command in WITH_SETTINGS and current else []
     return sorted({word for word in found if word and word.startswith(current)})
 
 
 def _flags(command: str | None) -> list[str]:
-    """Return the flags of a command from its usage text; None: the flags of training."""
+    """Return the flags of a command from its usage text. If the command is None, return the flags of training."""
     if command is None:
         usage = parser().format_help()
     else:
@@ -98,12 +99,12 @@ def _flags(command: str | None) -> list[str]:
 
 
 def _settings(words: list[str], current: str) -> list[str]:
-    """Return Hydra's completions of `current` after the overrides in `words`."""
+    """Return Hydra's completions of `current`, given the overrides in `words`."""
     from runner.config.composition import Composer
 
     settings = [word for word in words if "=" in word and not word.startswith("-")]
     processes.environment["COMP_LINE"] = " ".join(["runner", *settings, current])
     printed = io.StringIO()
     with redirect_stdout(printed), redirect_stderr(io.StringIO()):
-        Composer(config_dirs(words)).show(["--shell-completion"], ["query=fish"])  # one word per line
+        Composer(config_dirs(words)).show(["--shell-completion"], ["query=fish"])  # fish: one candidate per line
     return printed.getvalue().splitlines()

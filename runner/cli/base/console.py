@@ -1,7 +1,7 @@
-"""Print errors, messages and tables, and format sizes and paths, for all commands.
+"""Print errors, messages and tables for all commands, and format sizes and paths.
 
-Run directories may contain arbitrary text, so all text is made printable here. rich is imported only by commands that
-print a table.
+Run directories may contain any text, so unprintable characters are replaced here. Only commands that print a table
+import rich.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PROGRAM = "python -m runner"
 MAX_INTERVAL_S = 86_400.0
-# Long work reports its progress: on a terminal after a second and then often, elsewhere at this interval.
+# Intervals of progress reports for slow operations: the first after a second, then often on a terminal, and rarely
+# elsewhere.
 FIRST_PROGRESS_S, LIVE_PROGRESS_S, PROGRESS_S = 1.0, 0.2, 10.0
-PIPED_WIDTH = 1000  # columns without a terminal, so that names and paths are never truncated in a file
+PIPED_WIDTH = 1000  # if the output is not a terminal, so that names and paths are never truncated
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a command. It reports a mistake in the arguments as one error line, not a usage text."""
+    """A command's argument parser. It reports wrong arguments as one error line, without a usage text."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.register("type", Path, _path)
 
     def error(self, message: str) -> NoReturn:
-        """Report a mistake in the arguments; argparse calls this.
+        """Raise an error for wrong arguments. argparse calls this.
 
         Raises:
             UserError: always.
@@ -49,9 +50,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def _path(text: str) -> Path:
-    """Return a path of the command line.
+    """Convert a command-line argument to a path.
 
-    Refuse an empty one, such as "$UNSET", which would be the current directory.
+    Reject an empty string, e.g. from "$UNSET", which would mean the current directory.
     """
     if not text:
         raise argparse.ArgumentTypeError("the path is empty")
@@ -59,44 +60,44 @@ def _path(text: str) -> Path:
 
 
 def tell(message: str) -> None:
-    """Print a line to standard error: a warning, or what a command waits for."""
+    """Print a line to standard error, such as a warning or the reason for a wait."""
     print(printable(message), file=sys.stderr, flush=True)
 
 
 def skip_corrupt(bad: Candidate, why: str) -> None:
-    """Report a corrupt checkpoint that is skipped for an older one."""
+    """Report that a corrupt checkpoint is skipped, and an older one is used."""
     tell(f"warning: {bad.path} is corrupt ({why}): skipped")
 
 
 def without_nan(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `record` for JSON, with null for NaN and infinity, which JSON lacks."""
+    """Return `record` for JSON. NaN and infinity, which JSON does not have, become null."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
 def check_interval(seconds: float | None) -> None:
-    """Check that `--watch SECONDS` is a valid interval to sleep.
+    """Check that the interval in `--watch SECONDS` is valid.
 
     Raises:
-        UserError: it is not.
+        UserError: the interval is not valid.
     """
     if seconds is not None and not 0 < seconds <= MAX_INTERVAL_S:
         raise UserError(f"--watch {seconds:g}: must be more than 0 seconds, and at most a day ({MAX_INTERVAL_S:g})")
 
 
 def print_errors(error: UserError) -> int:
-    """Print each line of `error` to standard error, on rank 0 alone, and return its exit status."""
+    """Print each line of `error` to standard error, on rank 0 only, and return its exit status."""
     if int(processes.environment.get("RANK", "0")) == 0:
         print("\n".join(f"error: {printable(line)}" for line in str(error).splitlines()), file=sys.stderr)
     return int(error.status)
 
 
 def discard_output() -> None:
-    """Discard all further standard output, because the reader of the pipe has gone."""
+    """Discard all further standard output, because the reader of the pipe has exited."""
     discard(sys.stdout)
 
 
 def say(message: str) -> None:
-    """Print a line. A closed pipe does not stop a command from starting runs."""
+    """Print a line. If the pipe is closed, the command continues to start runs."""
     try:
         print(printable(message), flush=True)
     except BrokenPipeError:
@@ -104,11 +105,11 @@ def say(message: str) -> None:
 
 
 def counted(items: Collection[T], doing: str) -> Iterator[T]:
-    """Yield `items`, and report the progress on standard error if that takes long.
+    """Yield `items`. If this takes long, report the progress on standard error.
 
     Args:
-        items: the items.
-        doing: a description of the work for the report, such as `composing jobs`.
+        items: the items to process.
+        doing: the description of the work in the report, such as `composing jobs`.
     """
     live, told, since = sys.stderr.isatty(), False, clock.monotonic()
     wait_s = FIRST_PROGRESS_S if live else PROGRESS_S
@@ -125,10 +126,10 @@ def counted(items: Collection[T], doing: str) -> Iterator[T]:
 
 
 def console(stderr: bool = False) -> Console:
-    """Return a console for tables, as wide as the terminal, or wide enough for complete lines if the output is piped.
+    """Return a console for tables. It is as wide as the terminal, or if piped, wide enough for complete lines.
 
-    Text is printed without rich's markup, and made printable. A closed pipe raises BrokenPipeError, as with `print`;
-    rich alone would exit with status 1.
+    Text is printed without rich's markup, and unprintable characters are replaced. A closed pipe raises
+    BrokenPipeError, as `print` does, whereas rich would exit with status 1.
     """
     from rich.console import Console
 
@@ -153,13 +154,13 @@ def table(*columns: str) -> Table:
 
 
 class Lines:
-    """A table for rich with one line per row. If wide enough, it is laid out here, in a tenth of rich's time.
+    """A rich table with one line per row. On a wide console it is laid out here, in a tenth of rich's time.
 
     Args:
-        columns: their names.
-        rows: the texts of the cells.
-        styled: the number of the column with styles.
-        styles: of its cells.
+        columns: the names of the columns.
+        rows: the text of each cell, by row.
+        styled: the index of the column that has styles.
+        styles: the style of each cell in that column.
     """
 
     def __init__(
@@ -190,12 +191,12 @@ class Lines:
         from rich.text import Text
 
         made = table(*self._columns)
-        made.columns[0].overflow = "fold"  # the end of a name distinguishes runs: their seed and hash
+        made.columns[0].overflow = "fold"  # the end of a name contains the seed and the hash, which distinguish runs
         for row, style in zip(self._rows, self._styles, strict=True):
             made.add_row(*(Text(text, style if column == self._styled else "") for column, text in enumerate(row)))
         return made
 
 
 def shown(path: Path) -> str:
-    """Return `path` as a user would type it in the current directory."""
+    """Return `path` as you would type it in the current directory."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -1,4 +1,4 @@
-"""Print `python -m runner --help` without composing a config, and so without importing Hydra."""
+"""Print `python -m runner --help` without composing a config, so that Hydra is not imported."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ Flags
 
 
 def text(config_dirs: Sequence[str | Path] = ()) -> str:
-    """Return the help, with the groups and options of the shipped configs and of `config_dirs`."""
+    """Return the help text, including the groups and options of the shipped configs and of `config_dirs`."""
     found = groups([conf_dir(), *(Path(directory) for directory in config_dirs)])
     lines = {group: ", ".join(options) for group, options in found.items()}
     commands = {f"{name} {arguments}": about for name, (_, arguments, about) in COMMANDS.items()}
@@ -76,7 +76,7 @@ def _columns(lines: dict[str, str]) -> str:
 
 
 def config_dirs(arguments: Sequence[str]) -> list[str]:
-    """Return the values of `--config-dir` (or `-cd`) among the arguments of a command."""
+    """Return the values of `--config-dir` (or `-cd`) in a command's arguments."""
     found = []
     for argument, following in pairwise([*arguments, ""]):
         flag, _, value = argument.partition("=")

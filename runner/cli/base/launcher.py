@@ -1,4 +1,4 @@
-"""Create the `runner.contracts.Launcher` that the config group `launcher` describes."""
+"""Create the `runner.contracts.Launcher` that the config group `launcher` selects."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from runner.config.targets import instantiate
 from runner.contracts import Finding, Launcher, RankCounts
 from runner.errors import UserError, refuse
 
-# Attributes and methods of the protocol.
+# The attributes and methods of the protocol.
 MEMBERS = (*Launcher.__annotations__, *(name for name in vars(Launcher) if not name.startswith("_")))
 
 
 def make_launcher(node: dict[str, Any]) -> Launcher:
-    """Create the launcher that `node` (the config group `launcher`, resolved) describes.
+    """Create a launcher from `node`, the resolved config group `launcher`.
 
     Raises:
-        UserError: it names no class, the class refuses the options, or lacks members of a launcher.
+        UserError: `node` names no class, the class rejects the options, or the class lacks members of `Launcher`.
     """
     target = node.get("_target_")
     if target is None:
@@ -36,11 +36,11 @@ def make_launcher(node: dict[str, Any]) -> Launcher:
 
 
 def common_launcher(jobs: Sequence[Composed]) -> Launcher:
-    """Create the launcher that all `jobs` share.
+    """Create the launcher that all `jobs` have in common.
 
     Raises:
-        UserError: their configs describe different launchers, the launcher cannot be created, or a config does not
-            allow the numbers of ranks that it may start.
+        UserError: the configs select different launchers, the launcher cannot be created, or a config does not allow a
+            number of ranks that the launcher may use.
     """
     node = jobs[0].plain["launcher"]
     for job in jobs[1:]:
@@ -56,7 +56,7 @@ def common_launcher(jobs: Sequence[Composed]) -> Launcher:
 
 
 def rank_count_errors(ranks: RankCounts, config: Config) -> list[str]:
-    """Return why a run cannot have each of these numbers of ranks with the same batches; empty if it can."""
+    """Return why a run cannot keep its batches on each of these numbers of ranks. Return an empty list if it can."""
     option, train, sampler = ranks.option, config.train, config.sampler.kind
     whole, micro = train.global_batch_size, train.batch_size
     errors = []
@@ -85,7 +85,7 @@ def rank_count_errors(ranks: RankCounts, config: Config) -> list[str]:
 
 
 def idle_ranks(ranks: RankCounts, config: Config) -> list[Finding]:
-    """Return a warning if the largest number of ranks exceeds the micro-batches of a step, so that ranks are idle."""
+    """Return a warning if the largest number of ranks exceeds the micro-batches per step, which leaves ranks idle."""
     whole, micro, most = config.train.global_batch_size, config.train.batch_size, ranks.counts[-1]
     if whole is None or not rank_invariant(config) or most * micro <= whole:
         return []

@@ -1,4 +1,4 @@
-"""Summarize the model of a config: its modules, and the memory that training it takes."""
+"""Summarize the model of a config: its modules, and the memory needed to train it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def held_by(config: Config) -> tuple[Footprint | None, str]:
-    """Measure the model without allocating its memory. Return None and the reason if it cannot be created that way."""
+    """Measure the model without allocating its memory. If that is not possible, return None and the reason."""
     from runner.training.model.footprint import footprint
 
     try:
@@ -25,7 +25,7 @@ def held_by(config: Config) -> tuple[Footprint | None, str]:
 
 
 def listing(held: Footprint, config: Config, ranks: int) -> Iterator[Any]:
-    """Yield a table of the modules, and a line with the memory and the samples of a step."""
+    """Yield a table of the modules, and a line with the memory and the number of samples per step."""
     from runner.training.model.footprint import planned_step
 
     made = table("module", "parameters", "trainable", "weights")

@@ -1,4 +1,4 @@
-"""Print without starting anything, for `python -m runner` with `--cfg`, `--info`, `--hydra-help` or `-sc`."""
+"""Print information without starting a run, for `--cfg`, `--info`, `--hydra-help` and `-sc`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runner.errors import ExitStatus, UserError
 
 
 def show(arguments: Sequence[str]) -> int:
-    """Print what the flags ask for and return the exit status.
+    """Print the output of the flags and return the exit status.
 
     Raises:
         UserError: the flags cannot be combined, or the config cannot be composed.
@@ -34,7 +34,7 @@ def show(arguments: Sequence[str]) -> int:
 
 
 def _show_resolved(options: argparse.Namespace) -> int:
-    """Print the config as it would be frozen in the run directory, or the part of it under `--package`."""
+    """Print the config as it would be frozen in the run directory, or only the part given with `--package`."""
     from runner.config.composition import Composer
     from runner.config.frozen import to_yaml
 

@@ -1,4 +1,4 @@
-"""Show a search: as a table, as JSON, and line by line while it runs."""
+"""Show a search as a table, as JSON, or line by line while it runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from runner.search.rules import Rules
 from runner.system import files
 
 STOPPED = ("killed", "interrupted")
-"""States of a run that has not reached its rung and is not being trained."""
+"""The states of a run that has not reached its rung and is not being trained."""
 
 
 def state_of(search: SearchDir, journal: Journal, trial: Trial) -> str:
-    """Return the state of a trial in one word."""
+    """Return the state of a trial as one word."""
     if trial.withdrawn:
         return "withdrawn"
     if trial.failed is not None:
@@ -37,26 +37,26 @@ def state_of(search: SearchDir, journal: Journal, trial: Trial) -> str:
         return "diverged"
     if trial.rung < len(journal.rungs) - 1:
         return "paused"
-    # The last rung may be before the end of the run.
+    # The run may be longer than the last rung.
     ends = any(state.word == "paused" for state in _runs(search, trial))
     return "paused" if ends else "finished"
 
 
 def _runs(search: SearchDir, trial: Trial) -> Iterator[State]:
-    """Yield the state of each run of a trial, except runs that cannot be read."""
+    """Yield the state of each run of a trial. Skip runs that cannot be read."""
     for name in trial.runs.values():
         with suppress(OSError, ValueError):
             yield look(search.run(name))
 
 
 def _progress(search: SearchDir, journal: Journal, trial: Trial) -> str:
-    """Return the step of a trial that lacks a result, such as ` at 70`; empty for others."""
+    """Return the current step of a trial that lacks a result, such as ` at 70`, or an empty string for other trials."""
     steps = [state.step for state in _runs(search, trial)] if trial.lacks(journal.repeats) else []
     return f" at {min(steps)}" if steps else ""
 
 
 def as_json(search: SearchDir, rules: Rules, journal: Journal) -> dict[str, Any]:
-    """Return the state of a search as JSON values; a result that is not finite is null."""
+    """Return the state of a search as JSON values. Results that are not finite become null."""
     trials = [_trial(search, journal, trial) for trial in journal.trials]
     found = best(rules, journal)
     of_best = found and {**trials[found.trial.number], "result": found.value}
@@ -86,7 +86,7 @@ def _trial(search: SearchDir, journal: Journal, trial: Trial) -> dict[str, Any]:
 
 
 def _typed(text: str) -> Any:
-    """Return the value that a text sets, as in JSON; other text stays text."""
+    """Convert the text of a setting to a JSON value. Text that is not JSON stays a string."""
     for read in (int, float, json.loads):
         with suppress(ValueError):
             return read(text)
@@ -94,12 +94,12 @@ def _typed(text: str) -> Any:
 
 
 def results(journal: Journal, trial: Trial) -> dict[int, float | None]:
-    """Return the results of a trial by step, means over its repeats; None for a result that is not finite."""
+    """Return the results of a trial by step. Each is the mean over its repeats, or None if it is not finite."""
     return {step: value if math.isfinite(value) else None for step, value in journal.results(trial)}
 
 
 def print_table(search: SearchDir, record: Record, journal: Journal) -> None:
-    """Print the trials, the best first, a line on the search, and the command that trains the best run."""
+    """Print the trials, best first, then a summary of the search and the command that trains the best run."""
     rules, overrides = record.rules, [*record.config.get("flags", ()), *record.config.get("overrides", ())]
     keys = [each.key.lstrip("+") for each in rules.space.dimensions]
     names = short_names(keys, ())
@@ -138,7 +138,7 @@ def print_table(search: SearchDir, record: Record, journal: Journal) -> None:
 
 
 def summary(rules: Rules, journal: Journal) -> str:
-    """Summarize the progress and the best result of a search in one line."""
+    """Summarize the progress of a search and its best result in one line."""
     waiting = len(journal.outstanding)
     line = f"{len(journal.trials)} of {journal.limit} trials begun"
     line += f", {waiting} of them without the result that they are trained for" if waiting else ""
@@ -153,12 +153,12 @@ def summary(rules: Rules, journal: Journal) -> str:
 
 
 def point(values: Mapping[str, str]) -> str:
-    """Write a point as on the command line."""
+    """Format a point as it is typed on the command line."""
     return " ".join(pairs(values))
 
 
 def lines_of(rules: Rules, journal: Journal, first: int) -> Iterator[str]:
-    """Yield a line for each entry of a journal that a person wants to see, from number `first` on."""
+    """Yield a line for each relevant entry of a journal, starting at entry `first`."""
     for entry in journal.entries[first:]:
         if (line := _line(rules, journal, entry)) is not None:
             yield line

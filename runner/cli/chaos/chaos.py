@@ -1,4 +1,4 @@
-"""Run `runner chaos [overrides]`: run a configuration, run it again under faults, compare bit for bit.
+"""Run `runner chaos [overrides]`: train a configuration, train it again under faults, and compare the runs bit for bit.
 
 python -m runner chaos experiment=smoke
 python -m runner chaos data=mixture train.steps=200 --kills 20 --report chaos.html
@@ -35,7 +35,7 @@ from runner.errors import ExitStatus, UserError
 from runner.system import files
 from runner.system.signals import handled
 
-RANKS = range(1, 5)  # the fault `shape` chooses from these
+RANKS = range(1, 5)  # the fault `shape` chooses a number of ranks from this range
 LOCAL, SLURM = "launch.local.LocalLauncher", "launch.slurm.SlurmLauncher"
 
 
@@ -74,7 +74,7 @@ def _run(options: Options) -> int:
 
 @dataclass
 class _Command:
-    """The drill that the options describe."""
+    """The drill that the command line describes."""
 
     options: Options
 
@@ -115,7 +115,7 @@ class _Command:
         }
 
     def target(self, run_dir: Path, log: Path) -> Target:
-        """Return the target for the run in `run_dir`."""
+        """Return the target of faults for the run in `run_dir`."""
         overrides = [*self.options.overrides, *self.extra, f"run.dir={run_dir}"]
         command = [sys.executable, "-m", "runner", *self.options.flags, *overrides]
         return LocalTarget(command, log, self.start_ranks) if self.local else SlurmTarget(command, run_dir, log)
@@ -135,7 +135,7 @@ class _Command:
         )
 
     def carry_out(self, display: Display) -> report.Result:
-        """Run the reference, inject the faults, and compare."""
+        """Train the reference run, inject the faults, and compare."""
         self._display = display
         errors: list[str] = []
         try:
@@ -184,7 +184,7 @@ class _Command:
         )
 
     def _diagnosis(self, display: Display) -> list[str]:
-        """Compare two runs without faults: if they differ, the faults are not the cause."""
+        """Compare two runs without faults. If they differ, the faults are not the cause."""
         if _code(self.plain) != self.key["code"]:
             return ["the code was changed during the drill, so two programs were compared: run the drill again"]
         display.say("not identical: one more run without faults shows whether the faults are the reason")
@@ -202,12 +202,12 @@ class _Command:
 
 
 def possible_ranks(node: dict[str, Any]) -> list[int]:
-    """Return the numbers of ranks that the local launcher `node` could start on this machine."""
+    """Return the numbers of ranks that the local launcher in `node` could start on this machine."""
     return [count for count in RANKS if not make_launcher({**node, "ranks": count}).check([])]
 
 
 def _code(plain: dict[str, Any]) -> dict[str, Any]:
-    """Return the code of the runs, because an interrupted drill is not continued with other code."""
+    """Return the identity of the code, because an interrupted drill must not continue with different code."""
     from runner.rundir import provenance
 
     code = provenance.describe_code(plain)

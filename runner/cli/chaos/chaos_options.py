@@ -15,9 +15,9 @@ from runner.system import processes
 
 DEFAULT_KILLS = 10
 MIN_STEPS = 6
-LEASE_TIMEOUT_S = 2  # how long a new attempt waits for a frozen holder; short, to keep the drill short
+LEASE_TIMEOUT_S = 2  # time a new attempt waits for a frozen holder; short, to keep the drill short
 REPORTS = (".html", ".json")
-# Settings that the drill itself sets.
+# Settings that users cannot set, because the drill sets them.
 OWN = {
     "run.dir": "use --root",
     "run.lease_timeout_s": "remove it",
@@ -38,10 +38,10 @@ command; 75 interrupted: rerun the command to continue the drill.
 
 @dataclass(frozen=True)
 class Options:
-    """The parsed command line."""
+    """The parsed command line of a drill."""
 
     overrides: tuple[str, ...]
-    flags: tuple[str, ...]  # passed on to `python -m runner`: --config-dir, --config-name
+    flags: tuple[str, ...]  # flags passed to `python -m runner`: --config-dir, --config-name
     config_dirs: tuple[str, ...]
     config_name: str
     kills: int | None
@@ -53,7 +53,7 @@ class Options:
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Parse the arguments; flags and overrides may come in any order.
+    """Parse the arguments. Flags and overrides may be in any order.
 
     Raises:
         UserError: an argument is invalid.
@@ -123,15 +123,15 @@ def _kinds(text: str) -> tuple[str, ...]:
 
 
 def choose_kinds(asked: tuple[str, ...] | None, local: bool, fixed_ranks: str | None = None) -> tuple[str, ...]:
-    """Return the kinds to inject on this launcher.
+    """Return the kinds of fault to inject with this launcher.
 
     Args:
-        asked: the kinds to choose from; None: all that are possible.
+        asked: the kinds that the user asked for. If None, all possible kinds are chosen.
         local: whether the launcher starts processes on this machine.
-        fixed_ranks: why the number of ranks cannot be changed, and the remedy; None: it can.
+        fixed_ranks: why the number of ranks cannot change, with a remedy. None if it can change.
 
     Raises:
-        UserError: a kind cannot be injected with this launcher, or into this run.
+        UserError: a kind cannot be injected with this launcher or into this run.
     """
     possible = tuple(name for name, kind in KINDS.items() if (kind.on_this_machine if local else kind.in_a_job))
     for name in asked or ():
@@ -144,11 +144,11 @@ def choose_kinds(asked: tuple[str, ...] | None, local: bool, fixed_ranks: str | 
 
 
 def fixed_ranks(config: Config, possible: Sequence[int]) -> str | None:
-    """Return why a run cannot resume on another number of ranks with the same result, and the remedy; None if it can.
+    """Return why a run cannot resume on a different number of ranks with the same result. Return None if it can.
 
     Args:
-        config: of the run.
-        possible: the numbers of ranks that this machine allows.
+        config: the config of the run. The returned reason includes a remedy.
+        possible: the numbers of ranks that are possible on this machine.
     """
     if not rank_invariant(config):
         return (
@@ -161,7 +161,7 @@ def fixed_ranks(config: Config, possible: Sequence[int]) -> str | None:
 
 
 def required_settings(config: Config, faults: int) -> tuple[list[str], list[str]]:
-    """Return the overrides that the drill needs, and a sentence for each one that changes the configuration.
+    """Return the overrides that the drill needs, and a sentence about each one that changes the configuration.
 
     Raises:
         UserError: the run is too short, or its length is not known.

@@ -1,1 +1,1 @@
-"""Examine a cluster and a config before anything is submitted: `runner doctor`."""
+"""Check a cluster and a config before anything is submitted: `runner doctor`."""

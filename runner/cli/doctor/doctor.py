@@ -1,4 +1,4 @@
-"""Check before a run is started or submitted: `python -m runner doctor launcher=slurm [overrides] [--no-measure]`."""
+"""Check a cluster and a config before you submit: `python -m runner doctor launcher=slurm [overrides]`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from runner.training.model.footprint import Footprint
 
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
-SLOW_FSYNC_S = 0.5  # a longer fsync slows every save down
+SLOW_FSYNC_S = 0.5  # above this, fsync slows down every save
 
 
 def parser() -> Parser:
-    """Return the parser of the arguments."""
+    """Return the command's argument parser."""
     made = Parser(
         prog=f"{PROGRAM} doctor",
         description="Checks the disk, the checkpoint size and the cluster before a run is started or submitted, and "
@@ -75,7 +75,7 @@ def _print(finding: Finding) -> None:
 
 @dataclass
 class _About:
-    """The report on a config without errors: its model, and each size that the run may have."""
+    """The part of the report on the model and on the possible sizes of a run. The config has no errors."""
 
     held: Footprint | None = None
     listing: list[Any] = field(default_factory=list)
@@ -101,11 +101,11 @@ class _About:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the model, null if it is not known, and the sizes."""
+        """Return the model, which is null if not known, and the sizes."""
         return {"model": self.held and asdict(self.held), "sizes": [asdict(row) for row in self.rows]}
 
     def print(self) -> None:
-        """Print the report, below the findings."""
+        """Print this part of the report, after the findings."""
         for finding in self.findings:
             _print(finding)
         for each in self.listing:
@@ -115,11 +115,12 @@ class _About:
 
 
 def examine(composed: Composed, measure: bool = True) -> Iterator[Finding]:
-    """Yield all findings for this config.
+    """Yield all findings for a config.
 
     Args:
-        composed: the run.
-        measure: build the model and save it, to measure the size of a checkpoint and the time of a save.
+        composed: the run to check.
+        measure: whether to build the model and save it, which measures the size of a checkpoint and the time to save
+            it.
 
     Raises:
         UserError: the launcher or the model cannot be created.
@@ -146,19 +147,19 @@ def examine(composed: Composed, measure: bool = True) -> Iterator[Finding]:
 
 
 def _rank_findings(launcher: Launcher, config: Config) -> Iterator[Finding]:
-    """Yield an error if the run cannot have a number of ranks that the launcher may start."""
+    """Yield an error for each number of ranks that the launcher may use but the run does not support."""
     from runner.cli.base.launcher import idle_ranks, rank_count_errors
 
     try:
         counts: RankCounts = launcher.rank_counts()
-    except UserError:  # the launcher reports this error of the options with its others
+    except UserError:  # the launcher reports this error with its other option errors
         return
     yield from (Finding("error", error) for error in rank_count_errors(counts, config))
     yield from idle_ranks(counts, config)
 
 
 def _cache_findings(config: Config, folder: Path) -> Iterator[Finding]:
-    """Warn if the text cache is in a home directory that some nodes may lack; all nodes have `folder`."""
+    """Warn if the text cache is in a home directory that some nodes may not have. All nodes have `folder`."""
     from exactdata.paths import cache_directory
 
     cache = cache_directory(config.data.cache_dir)
@@ -169,13 +170,13 @@ def _cache_findings(config: Config, folder: Path) -> Iterator[Finding]:
 
 
 def existing_parent(path: Path) -> Path:
-    """Return the nearest existing directory at or above `path`."""
+    """Return the nearest existing directory: `path` itself, or one of its parents."""
     return next(each for each in (path, *path.parents) if files.is_dir(each))
 
 
 @contextmanager
 def _temporary(folder: Path) -> Iterator[Path]:
-    """Create a directory in `folder`, and delete it afterwards."""
+    """Create a temporary directory in `folder`, and delete it afterwards."""
     path = folder / f".doctor-{processes.own_pid()}"
     files.make_dirs(path)
     try:
@@ -185,7 +186,7 @@ def _temporary(folder: Path) -> Iterator[Path]:
 
 
 def examine_disk(folder: Path) -> Finding:
-    """Check that files, directory renames and fsync work here, and measure how long they take."""
+    """Check that writing files, renaming directories and fsync work in `folder`, and measure their time."""
     try:
         with _temporary(folder) as here:
             started = clock.perf_counter()
@@ -206,9 +207,9 @@ def examine_disk(folder: Path) -> Finding:
 
 
 def checkpoints_kept(config: Config) -> int:
-    """Return the largest number of checkpoints on disk at a time, including the one being written.
+    """Return the maximum number of checkpoints on disk at the same time, including the one being written.
 
-    If the length of the run is not known, the checkpoints of `keep_every_steps` are not counted.
+    If the length of the run is not known, checkpoints of `keep_every_steps` are not included.
     """
     options = config.checkpoint
     milestones = (config.known_steps or 0) // options.keep_every_steps if options.keep_every_steps else 0
@@ -216,7 +217,7 @@ def checkpoints_kept(config: Config) -> int:
 
 
 def examine_space(config: Config, folder: Path, count: int) -> Finding:
-    """Check that the checkpoints that will be kept, `count` bytes each, fit on the disk."""
+    """Check that the disk has space for all checkpoints that will be kept, at `count` bytes each."""
     kept, free = checkpoints_kept(config), files.disk_usage(folder).free
     unknown = config.checkpoint.keep_every_steps is not None and config.known_steps is None
     count_text = f"{'at least ' if unknown else ''}{kept} checkpoints"
@@ -228,7 +229,7 @@ def examine_space(config: Config, folder: Path, count: int) -> Finding:
 
 @dataclass
 class Saved:
-    """The size of a checkpoint in bytes, and the seconds until it is committed."""
+    """The size of a checkpoint in bytes, and the seconds from the start of the save to its commit."""
 
     bytes: int
     seconds: float
@@ -237,7 +238,7 @@ class Saved:
 def measure_save(config: Config, folder: Path) -> Saved:
     """Save a checkpoint of this config in `folder`.
 
-    Builds the model on the CPU and makes one optimizer step on zero gradients; no data is read.
+    The model is built on the CPU, and one optimizer step is made with zero gradients. No data is read.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Tabulate the sizes that a run may have, for `runner doctor` if the number of ranks may vary."""
+"""Tabulate the possible sizes of a run, for `runner doctor` if the number of ranks may vary."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from runner.config.schema import Config
     from runner.training.model.footprint import Footprint
 
-MOST_ROWS = 16  # of more sizes only some are shown, each twice the one before
+MOST_ROWS = 16  # if there are more sizes, only those that double are shown
 
 
 @dataclass
 class Size:
-    """A run on a number of ranks. None: not known.
+    """The properties of a run on a certain number of ranks. Values that are not known are None.
 
     Attributes:
-        ranks: how many.
-        nodes: how many, if the launcher has nodes.
-        micro_batches: of a step, on the rank with most of them.
-        time: of a step, relative to one rank: what the micro-batches allow, without communication.
-        memory: bytes on each rank, estimated, without activations.
+        ranks: the number of ranks.
+        nodes: the number of nodes, if the launcher uses nodes.
+        micro_batches: micro-batches per step on the rank that has the most.
+        time: the step time relative to one rank. It follows from the micro-batches and ignores communication.
+        memory: the estimated bytes on each rank, without activations.
     """
 
     ranks: int
@@ -39,12 +39,12 @@ class Size:
 
 
 def sizes(config: Config, counts: RankCounts, held: Footprint | None) -> list[Size]:
-    """List every size that a run may have.
+    """List every possible size of a run.
 
     Args:
-        config: of the run, with a global batch.
-        counts: the numbers of ranks.
-        held: the memory that its model takes; None: not known.
+        config: the config of the run, which has a global batch size.
+        counts: the possible numbers of ranks.
+        held: the memory that the model needs, or None if not known.
     """
     assert config.train.global_batch_size is not None
     whole = config.train.global_batch_size // config.train.batch_size
@@ -57,7 +57,7 @@ def sizes(config: Config, counts: RankCounts, held: Footprint | None) -> list[Si
 
 
 def _thinned(counts: range) -> Iterator[int]:
-    """Yield all of a few numbers, or else the first, the last, and some between that double in number."""
+    """Yield all numbers if there are few. If not, yield the last, and those at positions 1, 2, 4, 8, ..."""
     if len(counts) <= MOST_ROWS:
         yield from counts
         return
@@ -69,7 +69,7 @@ def _thinned(counts: range) -> Iterator[int]:
 
 
 def listing(rows: list[Size]) -> Table:
-    """Return the sizes as a table, without columns that are not known."""
+    """Return the sizes as a table. Columns without known values are omitted."""
     columns: dict[str, list[str | int | None]] = {
         "nodes": [row.nodes and str(row.nodes) for row in rows],
         "ranks": [str(row.ranks) for row in rows],

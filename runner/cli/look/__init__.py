@@ -1,1 +1,1 @@
-"""Commands that show runs without changing them."""
+"""Commands that show runs and do not change them."""

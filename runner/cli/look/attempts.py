@@ -1,4 +1,4 @@
-"""List the attempts of a run (`runner show RUN --attempts`): where each ran, which steps it made, why it ended."""
+"""List the attempts of a run (`runner show RUN --attempts`): where each ran, its steps, and why it ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLUMNS = ("attempt", "started", "host", "job", "ranks", "from step", "to step"
 
 
 def show_attempts(run: RunDir, as_json: bool) -> int:
-    """Print a line for each attempt of a run, a running one included. Return the exit status."""
+    """Print one line per attempt of a run, including one in progress. Return the exit status."""
     with reading(run):
         attempts: list[dict[str, Any]] = ended_attempts(run)
         current = files.read_object(run.attempt)
@@ -38,7 +38,7 @@ def show_attempts(run: RunDir, as_json: bool) -> int:
 
 
 def _cells(attempt: Mapping[str, Any]) -> list[str]:
-    """Return the cells of an attempt's line. What it repeated is what the attempt after it had to make again."""
+    """Return the cells of an attempt's line. `repeated` counts the steps that the next attempt trained again."""
     started, first = attempt.get("started"), attempt.get("start_step")
     shown = {
         **attempt,
@@ -55,5 +55,5 @@ def _cells(attempt: Mapping[str, Any]) -> list[str]:
 
 
 def _is_time(value: object) -> bool:
-    """Return whether a recorded time can be shown; another program may have written the record."""
+    """Return whether a recorded time can be formatted. The record may come from a different program."""
     return isinstance(value, (int, float)) and 0 <= value < 2**33

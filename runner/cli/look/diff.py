@@ -1,4 +1,4 @@
-"""Compare two runs: settings, code, environment, and from which step on their metrics differ (`runner diff A B`)."""
+"""Compare two runs: settings, code, environment, and where their metrics start to differ (`runner diff A B`)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from runner.rundir.trust import reading
 from runner.system import files
 
 DATA = "digest"
-"""The entry of a step's record that depends on every sample so far."""
+"""The entry of a step's record that depends on all samples up to this step."""
 
 
 def parser() -> Parser:
-    """Return the parser of the arguments."""
+    """Return the command's argument parser."""
     made = Parser(
         prog=f"{PROGRAM} diff",
         description="Compares two runs: their settings, code and environment, and their metrics at the steps that both "
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status.
 
     Raises:
-        UserError: one of the directories is not a run, or cannot be read.
+        UserError: one of the directories is not a run or cannot be read.
     """
     options = parser().parse_args(arguments)
     runs = [RunDir(path.absolute()) for path in (options.one, options.other)]
@@ -65,14 +65,14 @@ class Difference:
     """The differences between two runs.
 
     Attributes:
-        settings: dotted key -> the two values, of settings that can change a result.
-        others: the same for all other settings.
-        data: source -> its two sizes, in samples.
-        code: entry of code.json -> the two values.
-        environment: entry of the environment -> the two values.
-        common: how many steps both have recorded.
-        first: `data` and each metric of the steps -> the first common step at which they differ.
-        last: metric -> the two values at the last common step, or at the last common evaluation.
+        settings: both values of each differing setting that can change a result, by dotted key.
+        others: both values of all other differing settings, by dotted key.
+        data: both sizes in samples of each differing source, by name.
+        code: both values of each differing entry of code.json.
+        environment: both values of each differing entry of the environment.
+        common: the number of steps that both runs have recorded.
+        first: the first common step with a difference, for the key `data` and for each metric of the steps.
+        last: both values of each metric at the last common step or evaluation.
     """
 
     settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Difference:
     last: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the differences for `--json`. A value that never differs has no first step."""
+        """Return the differences for `--json`. Metrics that never differ have no first step."""
         return {
             "settings": self.settings,
             "other_settings": self.others,
@@ -126,7 +126,7 @@ class Difference:
 
 
 def compare(one: RunDir, other: RunDir) -> Difference:
-    """Compare two runs by their records.
+    """Compare the records of two runs.
 
     Raises:
         OSError: a record cannot be read.
@@ -156,7 +156,7 @@ def _environment(run: RunDir, code: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compare_metrics(found: Difference, one: RunDir, other: RunDir) -> None:
-    """Compare the metrics of steps and of evaluations. Neither file is held in memory."""
+    """Compare the metrics of steps and of evaluations. The files are streamed, so memory use stays small."""
     evaluations: list[dict[int, dict[str, float]]] = [{}, {}]
     steps = [_steps(run, mine) for run, mine in zip((one, other), evaluations, strict=True)]
     for a, b in _joined(*steps):
@@ -174,7 +174,7 @@ def _compare_metrics(found: Difference, one: RunDir, other: RunDir) -> None:
 
 
 def _steps(run: RunDir, evaluations: dict[int, dict[str, float]]) -> Iterator[dict[str, Any]]:
-    """Yield the records of steps, and collect the records of evaluations in `evaluations`."""
+    """Yield the records of steps. Evaluation records are added to `evaluations`."""
     for record in read_records(run.metrics):
         if "loss" in record:
             yield record
@@ -185,7 +185,7 @@ def _steps(run: RunDir, evaluations: dict[int, dict[str, float]]) -> Iterator[di
 def _joined(
     one: Iterator[dict[str, Any]], other: Iterator[dict[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield pairs of records of the steps that both runs have, in order. Read both files to their ends."""
+    """Yield pairs of records for the steps that both runs have, in order. Both files are read to the end."""
     a, b = next(one, None), next(other, None)
     while a is not None and b is not None:
         if a["step"] == b["step"]:
@@ -193,7 +193,7 @@ def _joined(
         behind = a["step"] <= b["step"], b["step"] <= a["step"]
         a = next(one, None) if behind[0] else a
         b = next(other, None) if behind[1] else b
-    for rest in (one, other):  # reading on collects their evaluations
+    for rest in (one, other):  # reading to the end collects the remaining evaluations
         for _ in rest:
             pass
 

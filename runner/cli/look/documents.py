@@ -1,7 +1,7 @@
-"""Find the documents that a step consumes, and the times when a document is consumed, for sources of packed documents.
+"""Find the documents that a step consumes, and the steps that consume a document, for sources of packed documents.
 
-Reads the pack plan and the index of the documents, which the run prepared, but no text. Imports the code for them only
-for such sources.
+Only the pack plan and the document index, which the run has prepared, are read. The text is not. The code for reading
+them is imported only for sources of packed documents.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-_SHOWN = 3  # documents of a sample, as text
+_SHOWN = 3  # the maximum number of documents shown per sample
 
 
 def times_of_document(record: OrderRecord, asked: str) -> dict[str, Any]:
-    """Look up when a document is consumed, up to the end of the run.
+    """Find out when a document is consumed, up to the end of the run.
 
     Args:
-        record: of the run.
-        asked: SOURCE:NUMBER or SOURCE:FILE:LINE.
+        record: the order record of the run.
+        asked: the document, as SOURCE:NUMBER or SOURCE:FILE:LINE.
 
     Returns:
-        `source`, `document` (its number), `file`, `line`, and `times`: a row for each time that a sample with a piece
-            of the document is consumed, with the index of the sample, and the first token of the piece and its length.
+        `source`, `document` (its number), `file`, `line`, and `times`. `times` has one row for each time that a sample
+        with a piece of the document is consumed. A row has the index of the sample, and the first token and the length
+        of the piece.
 
     Raises:
-        UserError: there is no such document, or the files that the run prepared are gone.
+        UserError: the document does not exist, or the files that the run prepared are missing.
     """
     source, place = _parsed(record, asked)
     packed = _opened(record, source)
@@ -55,12 +56,12 @@ def times_of_document(record: OrderRecord, asked: str) -> dict[str, Any]:
 
 
 def _parsed(record: OrderRecord, asked: str) -> tuple[str, str]:
-    """Return the source, and the number or the file and line."""
+    """Split `asked` into the source and the rest, which is a number or FILE:LINE."""
     if not record.packed:
         raise UserError(
             f"--document {asked}: no source of this run has packed documents: ask for --sample SOURCE:INDEX"
         )
-    for source in sorted(record.packed, key=len, reverse=True):  # a name may have a colon
+    for source in sorted(record.packed, key=len, reverse=True):  # the name of a source may contain a colon
         place = asked.removeprefix(f"{source}:")
         if place != asked and place.rpartition(":")[2].isdecimal() and not place.startswith(":"):
             return source, place
@@ -74,7 +75,7 @@ def _opened(record: OrderRecord, source: str) -> PackedRows:
     """Open the pack plan of a source.
 
     Raises:
-        UserError: it is gone, or belongs to other documents.
+        UserError: the plan is missing, or belongs to different documents.
     """
     from exactdata.documents.packed import PackedRows
 
@@ -95,10 +96,10 @@ def _opened(record: OrderRecord, source: str) -> PackedRows:
 
 
 def with_documents(record: OrderRecord, rows: list[Row]) -> list[Row]:
-    """Add to each sample of a step its `documents`: number, file, line, first token of the piece and its length.
+    """Add `documents` to each sample of a step: number, file, line, and the first token and length of each piece.
 
     Raises:
-        UserError: the files that the run prepared are gone.
+        UserError: the files that the run prepared are missing.
     """
     found: list[Row] = [{**row, "documents": []} for row in rows]
     for source in record.packed:
@@ -115,9 +116,9 @@ def with_documents(record: OrderRecord, rows: list[Row]) -> list[Row]:
 
 
 def as_text(rows: list[Row]) -> list[Row]:
-    """Describe the documents of each sample briefly, for a table.
+    """Describe the documents of each sample in short form, for a table.
 
-    Paths are shortened to an end that `--document` accepts.
+    Paths are shortened to a suffix that `--document` accepts.
     """
     texts = []
     for row in rows:
@@ -126,19 +127,19 @@ def as_text(rows: list[Row]) -> list[Row]:
         ]
         more = [f"and {len(pieces) - _SHOWN} more"] if len(pieces) > _SHOWN else []
         texts.append(", ".join([*pieces[:_SHOWN], *more]))
-    width = max(map(len, [*texts, "documents"]))  # left-aligned in one column
+    width = max(map(len, [*texts, "documents"]))  # pads the texts, so that the column is left-aligned
     plain = [{key: value for key, value in row.items() if key != "documents"} for row in rows]
     return [{**row, "documents".ljust(width): text.ljust(width)} for row, text in zip(plain, texts, strict=True)]
 
 
 def document_title(found: dict[str, Any], steps: int) -> str:
-    """Describe the document and the number of its times."""
+    """Describe the document, and how many times it is consumed."""
     often = "once" if len(found["times"]) == 1 else f"{len(found['times'])} times"
     return f"{found['source']}:{found['document']} ({found['file']}:{found['line']}): {often} in {steps} steps"
 
 
 def times_as_text(times: list[Row]) -> list[Row]:
-    """Write the tokens of each piece as a range, for a table."""
+    """Format the tokens of each piece as a range, for a table."""
     return [
         {"sample": row["sample"], "tokens": _tokens(row).removeprefix("tokens ")}
         | {key: value for key, value in row.items() if key not in ("sample", "first", "length")}

@@ -1,8 +1,8 @@
-"""Show which samples a step consumes, when a sample is consumed, and what a resume would change: `runner inspect RUN`.
+"""Show the samples of a step, when a sample is consumed, or the effects of a resume: `runner inspect RUN`.
 
-Reads one small file of the run (`RunDir.order`), neither data nor model, and for documents also the files that the run
-prepared. It imports torch only if a seeded sampler has to draw its epochs. For a user's sampler it runs the class that
-the frozen config names, if the run directory may be resumed.
+This command reads one small file of the run (`RunDir.order`), and neither data nor model. For documents it also reads
+the files that the run prepared. It imports torch only if a seeded sampler has to draw its epochs. For a custom sampler,
+it runs the class named in the frozen config, but only if the run directory is trusted enough to resume.
 """
 
 from __future__ import annotations
@@ -95,13 +95,13 @@ def _answer(options: argparse.Namespace) -> tuple[Any, str]:
             other = order_file.read(RunDir(options.diff).order)
             answer = order_queries.first_difference(record, other)
         return answer, _difference_text(answer)
-    # A resume begins at the newest checkpoint, whatever was trained since.
+    # A resume starts at the newest checkpoint, regardless of later steps.
     answer = resume_plan(record, run.newest_step(), parse_overrides(record, options.resume_plan))
     return answer, _resume_text(answer)
 
 
 def _step(record: OrderRecord, rows: list[dict[str, Any]], title: str) -> tuple[Any, str]:
-    """Return the samples of a step, with their documents if a source has some and they can be read."""
+    """Return the samples of a step. If a source has documents and they can be read, include the documents."""
     if not any(row["source"] in record.packed for row in rows):
         return rows, table(rows, title)
     try:
@@ -113,10 +113,10 @@ def _step(record: OrderRecord, rows: list[dict[str, Any]], title: str) -> tuple[
 
 
 def _with_sampler(run: RunDir, record: OrderRecord, options: argparse.Namespace) -> OrderRecord:
-    """Return the record with the user's sampler, which is run as in a resume.
+    """Return the record with the custom sampler, which runs as in a resume.
 
     Raises:
-        UserError: others can write the run directory, or the class cannot answer.
+        UserError: other users can write to the run directory, or the class does not support the request.
     """
     if options.step is None and options.sample is None and options.document is None:
         raise UserError(

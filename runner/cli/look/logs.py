@@ -1,4 +1,4 @@
-"""Print the log of a run, and follow it: `runner logs RUN`."""
+"""Print and follow the log of a run: `runner logs RUN`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def parser() -> Parser:
-    """Return the parser of the arguments."""
+    """Return the command's argument parser."""
     made = Parser(
         prog=f"{PROGRAM} logs",
         description="Prints what the last attempt at a run has printed, as a job or in a sweep. What a run prints to a "
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status.
 
     Raises:
-        UserError: there is no such run, or it has no log.
+        UserError: the run does not exist, or has no log.
     """
     options = parser().parse_args(arguments)
     for name, value, least in (("--rank", options.rank, 0), ("--lines", options.lines, 1)):
@@ -64,14 +64,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _log(run: RunDir, rank: int) -> Path | None:
-    """Find the file that a rank wrote to last; None if there is none."""
+    """Return the log file that a rank wrote to most recently, or None if it has none."""
     own = run.local_log if rank == 0 else run.rank_log(rank)
     of_job = re.compile(rf"\d+(_\d+)?_{rank}_log\.out")
     names = files.list_dir(run.logs) if files.is_dir(run.logs) else []
     timed = []
     for name in names:
         if name == own.name or of_job.fullmatch(name):
-            with suppress(OSError):  # the target of a link does not exist before the task starts
+            with suppress(OSError):  # the target of a symlink does not exist until the task starts
                 timed.append((files.stat(run.logs / name).st_mtime, run.logs / name))
     return max(timed)[1] if timed else None
 
@@ -81,7 +81,7 @@ def _waits(state: State) -> bool:
 
 
 def _why_none(run: RunDir, rank: int) -> str:
-    """Explain why there is no log."""
+    """Explain why the run has no log."""
     state = asked(run)
     if _waits(state):
         reason = f": {state.reason}" if state.reason else ""
@@ -96,9 +96,9 @@ def _why_none(run: RunDir, rank: int) -> str:
 
 
 def _print_end(path: Path, count: int | None, follows: bool) -> int:
-    """Print the last lines of a log, `count` or those of the last attempt. Return the offset of their end.
+    """Print the last `count` lines of a log, or if None, those of the last attempt. Return the offset of their end.
 
-    With `follows`, an incomplete last line is left to `_follow`.
+    If `follows`, an incomplete last line is not printed. `_follow` prints it later.
     """
     found: list[bytes] = []
     end, is_whole = 0, False
@@ -119,14 +119,14 @@ def _print_end(path: Path, count: int | None, follows: bool) -> int:
 
 
 def _print(line: bytes) -> None:
-    """Print a line without colours. Of a progress bar, print only its last state."""
+    """Print a line without colors. For a progress bar, print only its final state."""
     text = _COLOUR.sub("", line.decode(errors="replace")).rstrip("\r\n")
     if line:
         print(printable(text.rpartition("\r")[2]), flush=True)
 
 
 def _follow(run: RunDir, rank: int, path: Path | None, at: int) -> None:
-    """Print new lines of the log of a run, and of the logs of later attempts, until the run is over."""
+    """Print new lines of a run's log, including the logs of later attempts, until the run is over."""
     looked, told = float("-inf"), ""
     while True:
         is_over = False
@@ -148,13 +148,13 @@ def _follow(run: RunDir, rank: int, path: Path | None, at: int) -> None:
 
 
 def _print_from(path: Path, at: int) -> int:
-    """Print the complete lines of a log from an offset on, only a part of them if there are many.
+    """Print the complete lines of a log from an offset on. If there are many, print only some of them.
 
-    Return the end offset.
+    Return the offset after the printed lines.
     """
     with files.open_regular(path, follow=True) as file:
         size = files.size_of(file.fileno())
-        at = 0 if size < at else at  # the file was replaced
+        at = 0 if size < at else at  # a smaller file means that it was replaced
         data = files.read_at(file.fileno(), min(size - at, PART), at)
     lines = data.split(b"\n")[:-1] if len(data) < PART or b"\n" in data else [data]
     for line in lines:

@@ -1,4 +1,4 @@
-"""Compare runs as tables, one HTML page, CSV or JSON: `runner report [DIR...]`."""
+"""Compare runs in tables, one HTML page, CSV or JSON: `runner report [DIR...]`."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from runner.rundir.paths import RunDir
 from runner.search.directory import Record, SearchDir, read_journal
 from runner.system import clock, files, processes
 
-POINTS = 3_000_000  # of all curves together, in memory
-MAX_POINTS, MIN_POINTS = 1000, 60  # of a curve
+POINTS = 3_000_000  # for all curves in total, to limit memory
+MAX_POINTS, MIN_POINTS = 1000, 60  # per curve
 WATCH_S = 30.0
 STDOUT = Path("-")
 MAX_ROWS = 200  # of a table on the terminal
-LOOKS = 3  # at a run that has not started, until --notify assumes that it will not
+LOOKS = 3  # reports until --notify assumes that runs which have not started never will
 UNDER_WAY = ("running", "pending", "requeued", "ending", "suspended")
 
 
 def parser() -> Parser:
-    """Return the parser of the arguments."""
+    """Return the command's argument parser."""
     made = Parser(
         prog=f"{PROGRAM} report",
         description="Compares runs: prints tables, and writes one HTML page that needs no network.",
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
         UserError: an argument is wrong, there are no runs, or a file cannot be written.
     """
     options = parser().parse_args(arguments)
-    if options.csv is not None and options.csv != STDOUT and files.is_dir(options.csv):  # `--csv outputs`
+    if options.csv is not None and options.csv != STDOUT and files.is_dir(options.csv):  # for `--csv outputs`
         options.roots.append(options.csv)
         options.csv = STDOUT
     if options.json and options.csv == STDOUT:
@@ -98,15 +98,15 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return _watch(roots, options, options.watch or WATCH_S)
     except KeyboardInterrupt:
-        if options.notify:  # its command has not run
+        if options.notify:  # the command for --notify has not run
             raise
         return 0
 
 
 def _watch(roots: Sequence[Path], options: Any, every_s: float) -> int:
-    """Report repeatedly, with --notify until no run is in progress, and return the exit status of its command.
+    """Report repeatedly. With --notify, stop when no run is in progress, and return the notify command's status.
 
-    A sweep on this machine has moments between its runs in which no run is in progress and some have not started.
+    In a sweep on this machine, there are moments when one run has ended and the next has not started yet.
     """
     still = 0
     while True:
@@ -131,7 +131,7 @@ def _show_report(roots: Sequence[Path], options: Any, every_s: float | None = No
     groups = grouped(runs, by)
     order = ranked(runs, metric)
     printed = options.json or options.csv == STDOUT
-    # Files first, because the reader of the tables may close the pipe.
+    # Files are written first, because the reader of the tables may close the pipe.
     written = _files(runs, order, options)
     searches = read_searches(roots) if options.html or not printed else []
     if options.html or not printed:
@@ -156,7 +156,7 @@ def _show_report(roots: Sequence[Path], options: Any, every_s: float | None = No
 
 
 def _files(runs: Sequence[RunResults], order: Sequence[RunResults], options: Any) -> dict[Path, str]:
-    """Return the contents of the files that the options name, except the page."""
+    """Return the contents of all requested files except the HTML page, by path."""
     written: dict[Path, str] = {}
     if options.csv and options.csv != STDOUT:
         written[options.csv] = spreadsheet.of_runs(order)
@@ -166,7 +166,7 @@ def _files(runs: Sequence[RunResults], order: Sequence[RunResults], options: Any
 
 
 def results(roots: Sequence[Path], tags: Sequence[str] = (), modes: Mapping[str, str] = NO_MODES) -> list[RunResults]:
-    """Read the results and states of all runs at and below `roots` that have all of these tags. Skip duplicates."""
+    """Read the results and states of all runs in `roots` that have all of these tags. Skip duplicates."""
     base = Path(os.path.commonpath([os.path.abspath(base_of(root)) for root in roots]))
     rows = {files.resolve(row.path): row for root in roots for row in having(collect(root)[0], tags)}
     points = max(MIN_POINTS, min(MAX_POINTS, POINTS // (10 * max(len(rows), 1))))
@@ -179,15 +179,15 @@ def results(roots: Sequence[Path], tags: Sequence[str] = (), modes: Mapping[str,
         return made
 
     read = [read_one(row) for row in rows.values()]
-    if len(keep := ends(read)) > 1 and any(run.steps > points for run in read):  # else every step is shown anyway
+    if len(keep := ends(read)) > 1 and any(run.steps > points for run in read):  # otherwise all steps are shown already
         read = [read_one(row, keep) for row in rows.values()]
-    return [run for run in read if files.is_dir(run.path)]  # the others were removed or moved while they were read
+    return [run for run in read if files.is_dir(run.path)]  # the others were removed or moved during the read
 
 
 def read_searches(roots: Sequence[Path]) -> list[dict[str, Any]]:
-    """Read the data of each search at and below `roots` for the page.
+    """Read the data of each search in `roots`, for the HTML page.
 
-    Skip searches that cannot be read, with a warning.
+    Searches that cannot be read are skipped with a warning.
     """
     found = []
     for path in {files.resolve(path): path for root in roots for path in find_searches(root)}.values():
@@ -220,7 +220,7 @@ def _metric(runs: Sequence[RunResults], given: str | None) -> str | None:
 
 
 def default_by(runs: Sequence[RunResults]) -> list[str]:
-    """Return all settings that differ and can change a result, except the seed."""
+    """Return all settings that differ between runs and can change a result, except the seed."""
     return [key for key in differing(runs) if key != "seed" and kind_of(key) != "free"]
 
 
@@ -266,10 +266,10 @@ def _write(path: Path, content: str | bytes) -> None:
 
 
 def _notify(command: str, runs: Sequence[RunResults]) -> int:
-    """Run the user's command, with the outcome of the runs in its environment.
+    """Run the user's notify command, with the outcome of the runs in its environment variables.
 
     Raises:
-        FileError: it failed.
+        FileError: the command failed.
     """
     finished = sum(run.state == "finished" for run in runs)
     summary = f"{finished} of {len(runs)} runs finished"

@@ -1,4 +1,4 @@
-"""Predict what a resume with other settings would repeat or skip, and suggest remedies. Does not import torch."""
+"""Predict which samples a resume with different settings would repeat or skip, and suggest remedies."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _MAY_BE_ZERO = ("seed", "data.num_workers")
 
 
 def parse_overrides(record: OrderRecord, texts: list[str]) -> dict[str, Any]:
-    """Parse `world_size=3 train.batch_size=4 sampler.weights.code=2 ...`.
+    """Parse overrides such as `world_size=3 train.batch_size=4 sampler.weights.code=2`.
 
     Raises:
-        RecordError: an unknown setting or source, or an invalid value.
+        RecordError: a setting or source is unknown, or a value is invalid.
     """
     known = [*_SHAPE, *_OTHERS]
     values: dict[str, Any] = {}
@@ -62,20 +62,20 @@ def parse_overrides(record: OrderRecord, texts: list[str]) -> dict[str, Any]:
 
 
 def resume_plan(record: OrderRecord, step: int, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Predict the effect of resuming the run with other settings.
+    """Predict the effect of resuming the run with different settings.
 
     Args:
-        record: of the run.
-        step: complete steps.
-        overrides: from `parse_overrides`.
+        record: the order record of the run.
+        step: the number of complete steps.
+        overrides: the result of `parse_overrides`.
 
     Returns:
-        `step`, `position`; batch shape `before` and `after`; numbers of `repeated` and `skipped` samples; `accepted`:
-            whether the runner would resume at all; lists of messages `notes` and `advice`.
+        `step`, `position`, the batch shape `before` and `after`, the numbers of `repeated` and `skipped` samples,
+        `accepted` (whether the runner would resume at all), and the lists of messages `notes` and `advice`.
 
     Raises:
         RecordError: the settings are impossible.
-        SamplerError: invalid weights.
+        SamplerError: the weights are invalid.
     """
     old = record.shape_at(max(0, step - 1))
     new = _new_shape(old, step, overrides)
@@ -117,7 +117,7 @@ def _new_shape(old: BatchShape, step: int, overrides: Mapping[str, Any]) -> Batc
 
 
 def _dealt_shape(shape: BatchShape, global_batch_size: int) -> BatchShape:
-    """Return the shape of rank-invariant training, which keeps the global batch."""
+    """Return the batch shape in rank-invariant training, which keeps the global batch."""
     micro_batches, rest = divmod(global_batch_size, shape.batch_size)
     if rest:
         raise RecordError(
@@ -127,10 +127,10 @@ def _dealt_shape(shape: BatchShape, global_batch_size: int) -> BatchShape:
 
 
 def _changed_segment(record: OrderRecord, current: Segment, overrides: Mapping[str, Any]) -> Segment | None:
-    """Return the segment with the overridden weights and temperature; None if neither is overridden.
+    """Return the segment with the overridden weights and temperature, or None if neither is overridden.
 
     Raises:
-        RecordError: the sampler would refuse it.
+        RecordError: the sampler does not accept the values.
     """
     weights = {key.removeprefix(_WEIGHT): value for key, value in overrides.items() if key.startswith(_WEIGHT)}
     if not weights and "sampler.temperature" not in overrides:
@@ -165,7 +165,7 @@ def _report_elastic(
 
 
 def _keeping_global_batch(new: BatchShape, wanted: int) -> str | None:
-    """Return settings with which the ranks of `new` keep the global batch size `wanted`; None if there are none."""
+    """Return settings that keep the global batch size `wanted` on the ranks of `new`, or None if there are none."""
     accumulation, rest = divmod(wanted, new.world_size * new.batch_size)
     if not rest:
         return f"train.grad_accum_steps={accumulation}"
@@ -199,8 +199,8 @@ def _report_seeded(
     record: OrderRecord, new: BatchShape, old: BatchShape, overrides: Mapping[str, Any], report: dict[str, Any]
 ) -> None:
     current = seeded_position_at(record, report["step"])
-    consumed = current.batches * old.batch_size * old.world_size  # of this epoch
-    landing = current.batches * new.batch_size * new.world_size  # where the skip would land with the new shape
+    consumed = current.batches * old.batch_size * old.world_size  # samples of this epoch
+    landing = current.batches * new.batch_size * new.world_size  # samples skipped with the new shape
     epoch_samples = count_batches_per_epoch(record, old) * old.batch_size * old.world_size
     left = epoch_samples - consumed
     report |= {"epoch": current.epoch, "consumed_of_epoch": consumed, "epoch_samples": epoch_samples}

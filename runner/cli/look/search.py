@@ -1,4 +1,4 @@
-"""Show the trials of a search, and the best one: `python -m runner search DIR`.
+"""Show the trials of a search, best first: `python -m runner search DIR`.
 
 python -m runner search outputs/text-asha-lr-seed0-1f2e3d4c
 python -m runner search outputs/text-asha-lr-seed0-1f2e3d4c --replay
@@ -24,7 +24,7 @@ journal and the run directories; starts nothing. The command that began the sear
 
 
 def parser() -> Parser:
-    """Return the parser of the arguments."""
+    """Return the command's argument parser."""
     made = Parser(prog=f"{PROGRAM} search", description=ABOUT)
     made.add_argument("directory", type=Path, metavar="DIR", help="of the search, such as outputs/NAME")
     made.add_argument("--json", action="store_true", help="print JSON")
@@ -34,10 +34,10 @@ def parser() -> Parser:
 
 
 def _only_search(root: Path, given: Path) -> Path:
-    """Return the only search below a directory.
+    """Return the only search in a directory and its subdirectories.
 
     Raises:
-        RunDirError: there is none, or several.
+        RunDirError: there is no search, or more than one.
     """
     found = list(find_searches(root))
     if len(found) == 1:

@@ -1,4 +1,4 @@
-"""Show every setting (`runner show --settings`), or the model or the attempts of a run (`show RUN --model`)."""
+"""Show every setting (`runner show --settings`), or a run's model or attempts (`runner show RUN --model`)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
     from runner.config.settings import Setting
 
-WIDE = 200  # columns that a table of all settings needs
+WIDE = 200  # the minimum terminal width for a table of all settings
 
 
 def parser() -> Parser:
-    """Return the parser of the arguments."""
+    """Return the command's argument parser."""
     made = Parser(
         prog=f"{PROGRAM} show",
         description="Prints the model of a run: its modules, their parameters, and the memory that training takes. Or "
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status.
 
     Raises:
-        UserError: there is no such setting or run, or the run's model cannot be created.
+        UserError: the setting or the run does not exist, or the run's model cannot be created.
     """
     options = parser().parse_args(arguments)
     asked = options.run is not None, options.model + options.attempts, options.settings is not None
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _show_model(path: Path, as_json: bool) -> int:
-    """Print the model of a run from its frozen config, and return the exit status."""
+    """Create the model from a run's frozen config, print it, and return the exit status."""
     from runner.config.frozen import load
     from runner.training.model.footprint import footprint
 
@@ -95,7 +95,7 @@ def _show_model(path: Path, as_json: bool) -> int:
 
 
 def _listing(rows: Sequence[Setting]) -> Table:
-    """Make a table of settings."""
+    """Format settings as a table."""
     from rich.text import Text
 
     made = table("setting", "type", "default", "allowed", "may change later", "")
@@ -106,7 +106,7 @@ def _listing(rows: Sequence[Setting]) -> Table:
 
 
 def _paragraphs(rows: Sequence[Setting]) -> str:
-    """List the settings as paragraphs, for a terminal too narrow for a table with their explanations."""
+    """Format settings as paragraphs, for a terminal too narrow for a table with explanations."""
     lines = []
     for row in rows:
         values = ", ".join(filter(None, (row.type, row.allowed, row.option)))

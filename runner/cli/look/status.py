@@ -1,9 +1,9 @@
 """Show the state of each run in a directory: `python -m runner status [DIR]`.
 
-Reads the run directories, and queries schedulers through the launchers that submitted the runs. Others may write to
-shared directories. So unexpected content of one run does not hide the other runs, and nothing that it names is
-imported. Clocks of different machines are never compared. Nothing here imports torch, numpy or hydra, so that the
-command is fast.
+The command reads the run directories, and queries schedulers through the launchers that submitted the runs. Other users
+may be able to write to shared directories. Therefore invalid content in one run does not hide the other runs, and
+classes named in a run are not imported. Clocks of different machines are never compared. For speed, nothing here
+imports torch, numpy or hydra.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from runner.rundir.trust import reading
 from runner.system import clock, files
 from runner.system.terminal import printable
 
-SHOWN = ("train.steps", "train.epochs")  # settings that the column of the steps shows
+SHOWN = ("train.steps", "train.epochs")  # settings that the column with the steps already shows
 
 
 def collect(root: Path, watcher: LeaseWatcher | None = None) -> tuple[list[Row], list[str]]:
     """Return a row for each run below `root`, and a message for each launcher that could not report its jobs.
 
-    Takes some seconds if only a heartbeat shows whether a run is alive and the watcher has not seen it before.
+    This takes some seconds if a run's heartbeat is the only sign of life and `watcher` has not seen it before.
     """
     watcher = watcher or LeaseWatcher()
     unreadable: list[OSError] = []
@@ -56,9 +56,9 @@ def collect(root: Path, watcher: LeaseWatcher | None = None) -> tuple[list[Row],
 
 
 def _row_or_reason(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, unanswered: bool) -> Row:
-    """Return the row of a run. Its state is `unreadable` if its directory has unexpected content.
+    """Return the row of a run. If its directory has invalid content, the state is `unreadable`.
 
-    Such a run must not hide the other runs.
+    An unreadable run must not hide the other runs.
     """
     try:
         with reading(run):
@@ -78,10 +78,10 @@ def _row(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, un
 
     Args:
         run: the run directory.
-        root: the directory that the run's name is relative to.
+        root: the directory; run names are relative to it.
         watcher: detects whether the process that holds the lease is alive.
-        job: the scheduler's report; None if it knows of no job.
-        unanswered: the scheduler did not respond, so there may be a job although `job` is None.
+        job: the scheduler's report on the job, or None if it knows no job.
+        unanswered: whether the scheduler did not respond. If so, there may be a job although `job` is None.
 
     Raises:
         OSError: a record cannot be read.
@@ -100,7 +100,8 @@ def _row(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, un
     if row.state == "finished":
         row.step = state.finish.steps or row.step
         row.total = row.total if state.finish.early is not None else row.step
-    # Steps refresh the status every few seconds. If it is old, a long step is in progress, or the run was killed.
+    # Each step refreshes the status after at most a few seconds. If the status is old, either a long step is in
+    # progress, or the run was killed.
     newest = state.newest
     if newest and (entry(newest, "step", int) > (row.step or 0) or row.loss is None):
         row.step, row.loss = newest["step"], entry(newest, "loss", float)
@@ -113,7 +114,7 @@ def _row(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, un
         row.job_id = submitted_job(run)
     row.checkpoint_step, row.checkpoint_time = run.newest_checkpoint() or (None, None)
     row.tags, row.notes = labels(run)
-    with suppress(ValueError, TypeError, LookupError):  # as in `labels`: the rest is still shown
+    with suppress(ValueError, TypeError, LookupError):  # as in `labels`, an error here does not hide the rest
         settings = flatten(read_plain(run.config))
         row.settings = {key: value for key, value in settings.items() if kind_of(key) != "free" and key not in SHOWN}
     row.gpu_hours = _gpu_hours(run, state)
@@ -121,7 +122,7 @@ def _row(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, un
 
 
 def _gpu_hours(run: RunDir, state: State) -> float | None:
-    """Return the GPU hours of all attempts, including the one in progress; None without GPUs."""
+    """Return the GPU hours of all attempts, including one in progress. Return None if no GPUs were used."""
     current = files.read_object(run.attempt)
     if current.get("attempt") == state.status.get("attempt"):
         current = {**current, **(entry(state.status, "time", dict) or {})}
@@ -131,7 +132,7 @@ def _gpu_hours(run: RunDir, state: State) -> float | None:
 
 
 def having(rows: Sequence[Row], tags: Sequence[str]) -> list[Row]:
-    """Choose the rows that have all of these tags, and set the settings in which they differ."""
+    """Select the rows that have all of these tags, and set `differs` in each row."""
     chosen = [row for row in rows if set(tags) <= set(row.tags)]
     keys = telling([row.settings for row in chosen])
     for row in chosen:
@@ -140,9 +141,9 @@ def having(rows: Sequence[Row], tags: Sequence[str]) -> list[Row]:
 
 
 def _idle_s(run: RunDir) -> float | None:
-    """Return the seconds since the last step, or since the start of the attempt; None if not known.
+    """Return the seconds since the last step, or since the start of the attempt. Return None if not known.
 
-    They are counted until the last heartbeat, by file times, which all come from the clock of the file system.
+    The time ends at the last heartbeat. All times are file times, which come from the clock of the file system.
     """
     held = read_holder(run.lease)
     beat = modified(heartbeat_file(run.lease, held[0])) if held else None
@@ -187,7 +188,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _plain(row: Row) -> dict[str, Any]:
-    """Return a row for JSON, with only those of its settings in which it differs from other rows."""
+    """Return a row for JSON. Of its settings, only those that differ between rows are included."""
     return {name: value for name, value in vars(row).items() if name != "settings"}
 
 

@@ -1,4 +1,4 @@
-"""Lay out the table of `runner status`: a line for each run, fitted to the window, and notes below it."""
+"""Lay out the table of `runner status`: one line per run, fitted to the window, with notes below it."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ STYLES = {
     "stuck": "bold red",
     "unreadable": "yellow",
 }
-MAX_NAMES = 3  # of runs that share a note
-MAX_NOTES = 8  # in a refreshed window
-MAX_VALUE, MIN_NAME = 16, 24  # characters of a setting, and of a name
+MAX_NAMES = 3  # run names listed for a shared note
+MAX_NOTES = 8  # lines of notes in a refreshed window
+MAX_VALUE, MIN_NAME = 16, 24  # maximum length of a setting's value, minimum length of a name
 IDLE_S = 300.0
-"""A run without a step for this long gets a note, because it may be hanging."""
+"""The seconds without a step after which a run gets a note, because it may be hanging."""
 LESS = ("node", "saved", "tokens/s", "lost", "attempts", "last cause", "ranks", "job", "samples/s")
-"""Columns that are left out of a narrow window, in this order."""
+"""The columns that are omitted if the window is narrow, in this order."""
 
 
 @dataclass
 class Row:
-    """One run. `state` is its current state; `cause` is why its last attempt ended. Times are seconds since 1970.
+    """One run, with its current `state` and with the `cause` of its last attempt's end.
 
-    `reason` explains the state: why it failed, or why its job waits.
+    `reason` explains the state, e.g. why the run failed or why its job waits. Times are in seconds since 1970.
     """
 
     run: str
@@ -56,24 +56,24 @@ class Row:
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
     attempts: int = 0
-    ranks: int | None = None  # of the attempt in progress, or of the last one
+    ranks: int | None = None  # of the attempt in progress, or else of the last attempt
     steps_lost: int = 0
     cause: str | None = None
     reason: str | None = None
     job_id: str | None = None
     node: str | None = None
     checkpoint_step: int | None = None
-    checkpoint_time: float | None = None  # by the clock of the file system
-    updated: float | None = None  # by the clock of the machine that trains
-    idle_s: float | None = None  # seconds since its last step, if it is running
+    checkpoint_time: float | None = None  # from the clock of the file system
+    updated: float | None = None  # from the clock of the machine that trains
+    idle_s: float | None = None  # seconds since the last step, if the run is training
     warnings: list[str] | None = None
     tags: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # the config's first, then those that were added
-    waited_s: float | None = None  # how long its job has waited
-    starts: float | None = None  # when the scheduler expects its waiting job to start
-    gpu_hours: float | None = None  # of all attempts with GPUs
-    settings: dict[str, Any] = field(default_factory=dict)  # the settings that identify the run
-    differs: dict[str, Any] = field(default_factory=dict)  # the settings in which the rows differ
+    notes: list[str] = field(default_factory=list)  # the notes in the config, then added notes
+    waited_s: float | None = None  # seconds that the job has waited
+    starts: float | None = None  # expected start of a waiting job
+    gpu_hours: float | None = None  # total of all attempts with GPUs
+    settings: dict[str, Any] = field(default_factory=dict)  # settings in the run's identity
+    differs: dict[str, Any] = field(default_factory=dict)  # settings that differ between rows
 
 
 def as_table(
@@ -83,14 +83,15 @@ def as_table(
     width: int | None = None,
     most_notes: int | None = None,
 ) -> Any:
-    """Make a table of the rows for rich, without columns that are not known.
+    """Make a rich table of the rows. Columns without known values are omitted.
 
     Args:
-        rows: those to show; above them is how many runs are in which state.
-        messages: what to show below, after reasons and warnings.
+        rows: the rows to show. A line above the table counts the runs by state.
+        messages: lines to show below the table, after reasons and warnings.
         others: rows that are only counted.
-        width: characters of a line. If it is too short, names are shortened, and then columns left out.
-        most_notes: how many lines to show below the table; None: all.
+        width: the width of the window in characters. If it is too small, names are shortened first, then columns are
+            omitted.
+        most_notes: the maximum number of lines below the table. If None, all are shown.
     """
     from rich.console import Group
     from rich.text import Text
@@ -112,7 +113,7 @@ def as_table(
 
 
 def _counts(rows: Sequence[Row]) -> str:
-    """Count runs by state, and the hours of their GPUs."""
+    """Count the runs by state, and sum their GPU hours."""
     hours = [row.gpu_hours for row in rows if row.gpu_hours is not None]
     return f"{len(rows)} runs: {_by_state(rows)}" + (f"; {sum(hours):,.1f} GPU-hours" if hours else "")
 
@@ -123,9 +124,9 @@ def _by_state(rows: Sequence[Row]) -> str:
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Lay out the cells by column.
+    """Return the cells of each column.
 
-    Columns that are empty in all rows are left out; those that distinguish runs come first.
+    Columns that are empty in all rows are omitted. Columns that distinguish runs come first.
     """
     several = any(row.ranks not in (None, 1) for row in rows)
     keys = list(dict.fromkeys(key for row in rows for key in row.differs))
@@ -153,10 +154,10 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[str]]:
 
 
 def _narrow(columns: dict[str, list[str]], width: int) -> list[str]:
-    """Fit columns to a width, in place: shorten names if settings distinguish the runs, then leave columns out.
+    """Fit the columns to `width`, in place. Shorten names if other columns distinguish the runs, then omit columns.
 
     Returns:
-        The columns that are left out.
+        The omitted columns.
     """
 
     def needed() -> int:
@@ -171,7 +172,7 @@ def _narrow(columns: dict[str, list[str]], width: int) -> list[str]:
 
 
 def _shortened(text: str, most: int) -> str:
-    """Leave out the middle of a long text, because a name ends in the part that identifies the run."""
+    """Remove the middle of a long name, because the end identifies the run."""
     tail = most // 2
     return text if len(text) <= most else f"{text[: most - tail - 1]}…{text[-tail:]}"
 
@@ -181,7 +182,7 @@ def _setting(value: Any) -> str:
 
 
 def _waiting(row: Row) -> str:
-    """State how long a job has waited, and when it is expected to start."""
+    """Describe how long a job has waited, and when it is expected to start."""
     waited = "" if row.waited_s is None else _duration(row.waited_s)
     return f"{waited}, until about {_time_of_day(row.starts)}" if row.starts is not None else waited
 
@@ -192,7 +193,7 @@ def _duration(seconds: float) -> str:
 
 
 def fitting(rows: Sequence[Row], messages: Sequence[str], width: int | None = None) -> Fitting:
-    """Fit `as_table` to a window: if it has too few lines, show the runs that need attention and count the others."""
+    """Fit `as_table` to a window. If it has too few lines, show the runs that need attention and count the rest."""
     urgent = sorted(range(len(rows)), key=lambda number: urgency(rows[number].state))
 
     def made(count: int) -> Any:
@@ -205,7 +206,7 @@ def fitting(rows: Sequence[Row], messages: Sequence[str], width: int | None = No
 
 
 def _notes(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield notes about the rows. Rows with the same note share it."""
+    """Yield notes about the rows. Rows with the same note share one line."""
     sharing: dict[str, list[str]] = {}
     for row in rows:
         idle = f"no step for {row.idle_s / 60:.0f} minutes" if row.idle_s is not None and row.idle_s >= IDLE_S else None
@@ -220,11 +221,11 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
 def _time_of_day(time: float | None) -> str:
     """Format a time as `Mar 02 14:32` in local time.
 
-    An age would be wrong, because the clock of the file system may differ from this machine's.
+    The age is not shown, because the clocks of the file system and of this machine may differ.
     """
     if time is None:
         return ""
     try:
         return datetime.fromtimestamp(time).strftime("%b %d %H:%M")
-    except (ValueError, OverflowError, OSError):  # a time outside the calendar
+    except (ValueError, OverflowError, OSError):  # the time is out of range for the calendar
         return "?"

@@ -1,1 +1,1 @@
-"""Commands that change whole runs and their checkpoints."""
+"""Commands that change runs and their checkpoints."""

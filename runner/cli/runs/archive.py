@@ -1,4 +1,4 @@
-"""Pack a run that no process trains into one file, and verify the file: `runner archive RUN FILE.tar`."""
+"""Pack a run that is not being trained into one file, and verify the file: `runner archive RUN FILE.tar`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DIGEST_LENGTH = 64
 
 
 def parser() -> Parser:
-    """Return the parser of the arguments."""
+    """Return the command's argument parser."""
     made = Parser(
         prog=f"{PROGRAM} archive",
         description="Packs a run directory into one file, which is read again and compared before it gets its name. "
@@ -65,12 +65,12 @@ def main(arguments: Sequence[str]) -> int:
         for left in _leftovers(target):
             files.remove(left)
         with custody(run, tell) as held:
-            # A checkpoint that a killed command was about to delete may be pinned; this restores its name.
+            # A killed command may have renamed a pinned checkpoint to delete it. This restores its name.
             fence = Fence(held.lease.fence, held.lease.check_fence)
             store_of(run, fence).sweep()
             content = _pack(run.path, _members(run, _kept(run, options.checkpoints)), temporary, mode)
             packed_bytes = files.stat(temporary).st_size
-            held.check()  # last, because the file is valid only if no other process has changed the run
+            held.check()  # checked last, because the file is valid only if no other process has changed the run
             _publish(temporary, target)
     except OSError as error:
         raise FileError(f"{error.filename or options.file}: {error.strerror or error}") from error
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _remove_temporary(path: Path) -> None:
-    """Remove a temporary file, or warn. The next archive of that name removes it then."""
+    """Remove a temporary file. If this fails, print a warning. The next archive with the same name then removes it."""
     try:
         if files.is_taken(path):  # a read-only disk refuses to remove even a missing file
             files.remove(path)
@@ -97,19 +97,19 @@ def _refuse_existing(target: Path) -> None:
 
 
 def _leftovers(target: Path) -> list[Path]:
-    """Return the files that killed commands for the same file have left.
+    """Return the temporary files that killed archive commands for `target` have left.
 
-    If such a command still runs, it fails and reports that.
+    If such a command is still running, it fails and reports that.
     """
     name = re.compile(re.escape(f".{target.name}.tmp-") + processes.TAG)
     return [target.with_name(each) for each in files.list_dir(target.parent) if name.fullmatch(each)]
 
 
 def _publish(temporary: Path, target: Path) -> None:
-    """Give the file its final name, durably, without replacing another file.
+    """Rename the file to its final name, durably, without replacing an existing file.
 
     Raises:
-        UserError: another command has made a file of that name.
+        UserError: another command has created a file with that name.
         OSError: the file system refused.
     """
     try:
@@ -126,13 +126,13 @@ def _publish(temporary: Path, target: Path) -> None:
 
 
 def _members(run: RunDir, kept: Collection[str] | None) -> list[Path]:
-    """Return the paths to pack, relative to the run directory and beginning with it.
+    """Return the paths to pack. They are relative to the parent of the run directory.
 
-    Leases belong to processes and are left out.
+    Leases are omitted, because they belong to processes.
 
     Args:
         run: the run directory.
-        kept: the names of the checkpoints to pack; None for all.
+        kept: the names of the checkpoints to pack. If None, all are packed.
 
     Raises:
         OSError: the run directory cannot be read.
@@ -150,7 +150,7 @@ def _members(run: RunDir, kept: Collection[str] | None) -> list[Path]:
             folders[:] = [name for name in folders if name in kept]
         folders.sort()
         links = [name for name in folders if files.is_link(Path(folder) / name)]
-        if relative != Path(run.checkpoints.name):  # a checkpoint is complete, and its time is when it was saved
+        if relative != Path(run.checkpoints.name):  # it is complete, and its modification time is when it was saved
             for name in folders:
                 if name not in links:
                     _look_anew(Path(folder) / name)
@@ -159,23 +159,23 @@ def _members(run: RunDir, kept: Collection[str] | None) -> list[Path]:
 
 
 def _look_anew(directory: Path) -> None:
-    """Refresh the listing of a directory, so that files just written by another machine are packed.
+    """Refresh the listing of a directory, so that files just written by a different machine are packed.
 
-    A file that is not packed may be removed with the run.
+    Without this, such a file could be missing in the archive and then be removed with the run.
 
     Raises:
         OSError: the file system refused.
     """
-    with suppress(PermissionError):  # another user's directory
+    with suppress(PermissionError):  # the directory belongs to a different user
         files.look_anew(directory)
 
 
 def _kept(run: RunDir, which: str) -> set[str] | None:
-    """Return the names of the checkpoints to pack; None for all.
+    """Return the names of the checkpoints to pack, or None if all should be packed.
 
     Raises:
-        UserError: there is no checkpoint of that kind.
-        OSError: the directory of the checkpoints cannot be read.
+        UserError: the run has no such checkpoint.
+        OSError: the checkpoint directory cannot be read.
     """
     if which == "all":
         return None
@@ -186,7 +186,7 @@ def _kept(run: RunDir, which: str) -> set[str] | None:
 
 
 class _Hashing:
-    """A file that is read, and the digest of its content."""
+    """A file object that computes a digest of the content that is read."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self.digest = file, hashlib.sha256()
@@ -198,14 +198,14 @@ class _Hashing:
 
 
 def _pack(root: Path, members: Sequence[Path], target: Path, mode: str) -> dict[str, str]:
-    """Write the file, make it durable, and read it again. Return the digest or kind of each entry, by name.
+    """Write the archive, make it durable, and read it back. Return the digest or kind of each entry, by name.
 
     Raises:
-        OSError: the file system refused, or the content read differs from the content written.
+        OSError: a file system error occurred, or the content read differs from the content written.
     """
     written: dict[str, str] = {}
     with files.open_new(target) as out:
-        # A file with several hard links, in this run and in a branch, is packed as a file.
+        # A file that has several hard links, because a branch shares it, is packed as a regular file.
         with tarfile.open(fileobj=out, mode=mode, dereference=True) as tar:  # type: ignore[call-overload]
             for member in members:
                 name = str(Path(root.name) / member)
@@ -218,13 +218,13 @@ def _pack(root: Path, members: Sequence[Path], target: Path, mode: str) -> dict[
 
 
 def _read_back(target: Path) -> dict[str, str]:
-    """Read the file, and return the digest or kind of each entry, by name."""
+    """Read the archive. Return the digest or kind of each entry, by name."""
     with files.open_regular(target) as packed, tarfile.open(fileobj=packed, mode="r") as tar:
         return {entry.name: _content(tar, entry) for entry in tar}
 
 
 def _add(tar: tarfile.TarFile, path: Path, name: str) -> str:
-    """Add the file or directory at `path`, and return its digest or kind; see `_content`."""
+    """Add the file or directory at `path` to the archive. Return its digest or kind; see `_content`."""
     if (link := files.read_link(path)) is not None:
         entry = tarfile.TarInfo(name)
         entry.type, entry.linkname, entry.mtime = tarfile.SYMTYPE, link, int(files.lstat(path).st_mtime)
@@ -252,7 +252,7 @@ def _entry(name: str, found: os.stat_result) -> tarfile.TarInfo:
 
 
 def _content(tar: tarfile.TarFile, entry: tarfile.TarInfo) -> str:
-    """Describe the content of an entry: the digest of a file, or the kind of any other entry."""
+    """Return the digest of a file entry, or the kind of any other entry."""
     if entry.issym():
         return f"link to {entry.linkname}"
     if entry.isdir():

@@ -20,7 +20,7 @@ from runner.system import files, processes
 
 
 def parser() -> Parser:
-    """Return the parser of the arguments."""
+    """Return the command's argument parser."""
     made = Parser(
         prog=f"{PROGRAM} cancel",
         description="Ends the job of each run, whether it waits or trains, or the process that trains it on this "
@@ -36,7 +36,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit status: 1 if a run could not be withdrawn.
+    """Run the command and return its exit status, which is 1 if a run could not be withdrawn.
 
     Raises:
         UserError: a RUN is not a run directory, or a scheduler does not respond or refuses.
@@ -60,21 +60,21 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _runs_of(path: Path) -> list[RunDir]:
-    """Return a run, or the slots of a search. Stopping a slot stops the run that it trains.
+    """Return the run at `path`, or the slots of a search. Stopping a slot stops the run that it trains.
 
     Raises:
-        RunDirError: there is neither a run nor a search.
+        RunDirError: `path` is neither a run nor a search.
     """
     return SearchDir(path.absolute()).slots() if is_search(path) else [run_dir(path)]
 
 
 def _state(run: RunDir, job: JobInfo | None) -> State:
-    """Return the state of a run that no other user can write to.
+    """Return the state of a run, after checking that no other user can write to it.
 
-    The records of the run name the job and the process to end, so they have to be trusted.
+    The run's records name the job and the process to stop, so they must be trusted.
 
     Raises:
-        RunDirError: others can write to it, or a record is malformed.
+        RunDirError: other users can write to the run, or a record is malformed.
     """
     with reading(run):
         check_trusted(run)
@@ -82,7 +82,7 @@ def _state(run: RunDir, job: JobInfo | None) -> State:
 
 
 def _submitted_with(run: RunDir) -> list[RunDir]:
-    """List the runs in the same directory that were submitted by the same command.
+    """List the runs in the same directory that the same command submitted.
 
     Raises:
         UserError: the run was never submitted.
@@ -94,7 +94,7 @@ def _submitted_with(run: RunDir) -> list[RunDir]:
 
 
 def _withdraw(state: State, job: str | None) -> int:
-    """Stop a run and its job, record and print that, and return the exit status."""
+    """Stop a run and its job, record and print this, and return the exit status."""
     run, name = state.run, shown(state.run.path)
     try:
         ended = job or _stopped(run)
@@ -114,10 +114,10 @@ def _withdraw(state: State, job: str | None) -> int:
 
 
 def _stopped(run: RunDir) -> str | None:
-    """Ask the process that trains a run to save and exit, and describe the process; None if there is none.
+    """Ask the process that trains a run to save and exit. Return a description of it, or None if there is no process.
 
     Raises:
-        LockedError: it is on another machine, or another user's, or its state is unknown.
+        LockedError: the process is on a different machine, belongs to a different user, or its state is not known.
         OSError: a record cannot be read.
     """
     _, holder = read_holder(run.lease) or (0, {})

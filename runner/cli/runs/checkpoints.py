@@ -1,7 +1,8 @@
 """Manage the checkpoints of a run: `runner checkpoints RUN [--verify | --prune | --export FILE | --diff A B]`.
 
-RUN is a run directory or a directory of checkpoints; --diff with two paths needs none. Without an option, checkpoints
-are listed: only manifests and sizes are read. Nothing in a checkpoint is executed, and no model is needed.
+RUN is a run directory or a directory of checkpoints. `--diff` with two paths does not need it. Without an option, the
+command lists the checkpoints and reads only manifests and sizes. Nothing in a checkpoint is executed, and the model is
+not needed.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from runner.system import files, processes
 
 DIFFERENT = 1
 
-WEIGHT_FILES = (".bin", ".ckpt", ".h5", ".npz", ".onnx", ".pt", ".pth")  # an export does not write these
+WEIGHT_FILES = (".bin", ".ckpt", ".h5", ".npz", ".onnx", ".pt", ".pth")  # file types that the export does not write
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit status: 0, or 1 if a checkpoint is corrupt or two differ.
+    """Run the command and return its exit status: 1 if a checkpoint is corrupt or two checkpoints differ, else 0.
 
     Raises:
         UserError: an argument is wrong, or a file cannot be read or written.
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the command's argument parser."""
     made = Parser(
         prog=f"{PROGRAM} checkpoints",
         description="List, verify, prune, export and compare the checkpoints of a run.",
@@ -81,10 +82,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carry out the action that the options choose.
+    """Perform the action that the options choose.
 
     Raises:
-        UserError: an option is used without the one that it belongs to.
+        UserError: an option is used without the option that it needs.
     """
     for flag, given, owner, wanted in (
         ("--step", options.step is not None, "--export", options.export is not None),
@@ -107,13 +108,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def checkpoints_of(path: Path) -> Path:
-    """Return the directory of checkpoints at `path`, or of the run at `path`.
+    """Return the directory of checkpoints at `path`, or in the run at `path`.
 
     Raises:
-        UserError: there is none, or the run directory holds links or other special files.
+        UserError: there is no such directory, or the run directory contains links or other special files.
     """
     inside = RunDir(path).checkpoints
-    if files.is_taken(inside):  # else it is not a run, and its files are not checked
+    if files.is_taken(inside):  # otherwise it is not a run, and its files are not checked
         check_kinds(RunDir(path))
     if files.is_dir(inside):
         return inside
@@ -126,7 +127,7 @@ def checkpoints_of(path: Path) -> Path:
 
 
 def show(directory: Path, verify: bool, as_json: bool) -> int:
-    """List all checkpoints; with `verify`, read every byte first."""
+    """List all checkpoints. If `verify`, read every byte first."""
     store = Directory(directory)
     found = list(reversed(choice.scan(store)))
     candidates = choice.judged(store, (entry for entry in found if isinstance(entry, Candidate)))
@@ -208,11 +209,11 @@ def _print_list(
 
 
 def prune(directory: Path, keep_last: int, dry_run: bool, as_json: bool) -> int:
-    """Delete leftovers, corrupt checkpoints, and all but the newest `keep_last`, one of which must be valid.
+    """Delete leftovers, corrupt checkpoints, and all but the newest `keep_last`, at least one of which must be valid.
 
     Raises:
         LockedError: the run is being trained.
-        CheckpointError: no checkpoint is valid, so nothing is deleted.
+        CheckpointError: no checkpoint is valid, so nothing was deleted.
     """
     if keep_last < 1:
         raise UserError(f"--keep-last {keep_last}: must be 1 or more; the newest valid one is never deleted")
@@ -245,12 +246,12 @@ def prune(directory: Path, keep_last: int, dry_run: bool, as_json: bool) -> int:
 
 
 def export(directory: Path, target: Path, step: str | None, raw: bool, as_json: bool) -> int:
-    """Write the model's tensors by name to a safetensors file.
+    """Write the model's tensors to a safetensors file, by name.
 
-    They are the averaged ones if there are any, unless `raw`.
+    If the checkpoint has averaged weights, they are written, unless `raw` is set.
 
     Raises:
-        UserError: the file name is wrong, or there is no such step.
+        UserError: the file name is wrong, or there is no checkpoint at that step.
     """
     from safetensors.torch import save
 
@@ -279,10 +280,10 @@ def export(directory: Path, target: Path, step: str | None, raw: bool, as_json: 
 
 
 def export_folder(directory: Path, target: Path, step: str | None, raw: bool, as_json: bool) -> int:
-    """Write a Hugging Face model as a folder for `from_pretrained`: its weights and its config.
+    """Write a Hugging Face model as a folder for `from_pretrained`, with its weights and its config.
 
     Raises:
-        UserError: the model has no `save_pretrained`, the folder exists, or there is no such step.
+        UserError: the model has no `save_pretrained`, the folder exists, or there is no checkpoint at that step.
     """
     from runner.training.load import load
 
@@ -324,9 +325,9 @@ def export_folder(directory: Path, target: Path, step: str | None, raw: bool, as
 
 
 def unlike_its_class(model: Any) -> str:
-    """Describe the tensors in which a model differs from a new one of its class and config; empty if there are none.
+    """Describe which tensors a model has in addition to, or lacks compared with, a new model of its class and config.
 
-    Also empty if the class cannot be created from a config alone.
+    Return an empty string if there are none, or if the class cannot be created from only a config.
     """
     import torch
 
@@ -340,7 +341,7 @@ def unlike_its_class(model: Any) -> str:
 
 
 def _sync(folder: Path) -> None:
-    """Make all files in a folder that other code wrote survive a power loss."""
+    """Make all files in a folder durable, because other code wrote them without fsync."""
     for path, _, names in files.walk(folder):
         for name in names:
             with files.open_regular(Path(path) / name, follow=True) as file:
@@ -349,11 +350,11 @@ def _sync(folder: Path) -> None:
 
 
 def compared(directory: Path | None, which: str) -> Intact:
-    """Return the checkpoint of a step in `directory`, or at a path, after verifying every byte.
+    """Return a step's checkpoint in `directory`, or the checkpoint at a path, after verifying every byte.
 
     Raises:
-        UserError: there is no such checkpoint.
-        CheckpointError: it is corrupt.
+        UserError: the checkpoint does not exist.
+        CheckpointError: the checkpoint is corrupt.
     """
     if directory is not None and not files.is_dir(which):
         return choice.choose(Directory(directory), which)
@@ -369,7 +370,7 @@ def compared(directory: Path | None, which: str) -> Intact:
 
 
 def diff(directory: Path | None, first: str, second: str, *, as_json: bool) -> int:
-    """Compare tensors bit for bit and the train states value by value."""
+    """Compare the tensors of two checkpoints bit for bit, and their train states value by value."""
     from runner.checkpoint.tensors.compare import compare_checkpoints
 
     one, two = compared(directory, first), compared(directory, second)

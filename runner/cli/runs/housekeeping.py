@@ -1,4 +1,4 @@
-"""Helpers of the commands that move, remove and pack whole runs."""
+"""Helpers for the commands that move, remove and archive runs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from runner.rundir.paths import RunDir
 from runner.system import files, processes
 
 _REMOVED = re.compile(rf"\.(?P<name>.+)\.removed-(?P<numbers>\d+-\d+)-{processes.TAG}")
-"""The name of a run that is being deleted, with the fencing numbers of the command that renamed it."""
+"""The name of a run that is being deleted. It contains the fencing numbers of the command that renamed it."""
 
 
 def typed(path: Path) -> str:
-    """Return `path` as a user would type it in a shell, in the current directory."""
+    """Return `path` as you would type it in a shell in the current directory."""
     return shlex.quote(shown(path))
 
 
 def leftovers(path: Path) -> list[Path]:
-    """List the leftovers of killed removals of the run at `path`.
+    """List the directories left by killed removals of the run at `path`.
 
     Raises:
         FileError: the directory cannot be read.
@@ -39,11 +39,11 @@ def leftovers(path: Path) -> list[Path]:
 
 
 def remove(held: Custody) -> Path:
-    """Rename a run so that no command finds it and `remove_rest` can delete it. A kill leaves the complete run or none.
+    """Rename a run so that no command finds it. `remove_rest` then deletes it. The rename is atomic.
 
     Raises:
-        SupersededError: another process has taken the run over; nothing was changed.
-        OSError: the file system refused.
+        SupersededError: another process has taken over the run, and nothing was changed.
+        OSError: the rename failed.
     """
     path = held.run.path
     submission, lease = held.numbers
@@ -55,20 +55,22 @@ def remove(held: Custody) -> Path:
 def remove_rest(aside: Path) -> None:
     """Delete a run that `remove` has renamed.
 
-    If another process has taken the run over, and the renaming command was killed before it noticed, give the run back.
+    Another process may have taken over the run just before the renaming command was killed. Then restore the run
+    instead.
 
     Raises:
-        SupersededError: another process has taken the run over; see `give_back_if_taken_over`.
-        FileError: the file system refused; the rest is still there.
+        SupersededError: another process has taken over the run; see `give_back_if_taken_over`.
+        FileError: the run cannot be deleted; the remaining files are still there.
     """
     try:
         if found := _REMOVED.fullmatch(aside.name):
             submission, _, lease = found["numbers"].partition("-")
             name = aside.with_name(found["name"])
             give_back_if_taken_over(RunDir(aside), name, (int(submission), int(lease)))
-        # The renaming command may have been killed before that was durable: a power loss would restore part of the run.
+        # The renaming command may have been killed before the rename was durable. Then a power loss could bring back a
+        # partly deleted run.
         files.fsync_dir(aside.parent)
-        with suppress(FileNotFoundError):  # another command deletes it, too
+        with suppress(FileNotFoundError):  # another command deletes it at the same time
             files.remove_tree(aside)
     except OSError as error:
         raise FileError(
@@ -77,10 +79,10 @@ def remove_rest(aside: Path) -> None:
 
 
 def refuse_inside_run(target: Path) -> None:
-    """Refuse a `target` inside a run directory, where it would become a part of that run.
+    """Raise an error if `target` is inside a run directory, where it would become part of that run.
 
     Raises:
-        UserError: it is inside one.
+        UserError: `target` is inside a run directory.
     """
     inside = [parent for parent in target.parents if is_run(RunDir(parent))]
     if inside:

@@ -1,4 +1,4 @@
-"""Move or rename a run that no process trains: `runner mv RUN TARGET`."""
+"""Move or rename a run that is not being trained: `runner mv RUN TARGET`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HASH = re.compile(r"-[0-9a-f]{8}$")
 
 
 def parser() -> Parser:
-    """Return the parser of the arguments."""
+    """Return the command's argument parser."""
     made = Parser(
         prog=f"{PROGRAM} mv",
         description="Moves or renames a run directory. The hash at the end of its name is kept, by which the same "
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         UserError: the run is live, or the target exists or cannot be written.
     """
     options = parser().parse_args(arguments)
-    if not options.target:  # such as "$UNSET"
+    if not options.target:  # e.g. from "$UNSET"
         raise UserError(f"the new path is empty: {PROGRAM} mv {typed(options.run)} TARGET")
     run = run_at(options.run)
     source = run.path
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
             ) from None
         raise FileError(f"{shown(source)} cannot be moved to {shown(target)} ({error.strerror or error})") from error
     say(f"moved {shown(source)} to {shown(target)}")
-    if not HASH.search(target.name):  # its command still means the old path
+    if not HASH.search(target.name):  # the command that created the run still refers to the old path
         say(f"resume it: {PROGRAM} resume {typed(target)}")
     elif source.parent != target.parent:
         say(f"resume it: {PROGRAM} resume {typed(target)}, or its command with run.root={typed(target.parent)}")
@@ -63,10 +63,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _target(source: Path, asked: str) -> Path:
-    """Return the new path of the run, with the hash that its name ends with.
+    """Return the new path of the run. Its name ends with the same hash as the old name.
 
     Raises:
-        UserError: it exists, or is in a run.
+        UserError: the path exists, or is inside a run.
     """
     target = Path(os.path.abspath(asked))
     if files.is_dir(target) or asked.endswith("/"):

@@ -16,7 +16,7 @@ from runner.rundir.trust import reading
 
 
 def parser() -> Parser:
-    """Return the parser of the arguments."""
+    """Return the command's argument parser."""
     made = Parser(
         prog=f"{PROGRAM} note",
         description="Adds a note to a run, which may be training. `runner status` and `runner report` show it. Without "
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status.
 
     Raises:
-        UserError: there is no such run, the text is empty or too long, or the directory cannot be written.
+        UserError: the run does not exist, the text is empty or too long, or the directory is not writable.
     """
     options = parser().parse_args(arguments)
     run = run_at(options.run)

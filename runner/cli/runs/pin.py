@@ -1,4 +1,4 @@
-"""Keep a checkpoint, whatever else the run deletes: `runner pin RUN --step N|best|last`."""
+"""Protect a checkpoint from deletion: `runner pin RUN --step N|best|last`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.errors import FileError, UserError
 
 
 def parser() -> Parser:
-    """Return the parser of the arguments."""
+    """Return the command's argument parser."""
     made = Parser(
         prog=f"{PROGRAM} pin",
         description="Pins checkpoints of a run: neither the run nor `checkpoints --prune` deletes them. "
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status.
 
     Raises:
-        UserError: there is no such run or checkpoint, or the directory cannot be written.
+        UserError: the run or the checkpoint does not exist, or the directory is not writable.
     """
     options = parser().parse_args(arguments)
     directory = checkpoints_of(options.run)

@@ -1,4 +1,4 @@
-"""Remove the checkpoints of paused trials."""
+"""Delete the checkpoints of paused trials."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from runner.system import files
 
 
 def prune(search: SearchDir, record: Record, journal: Journal) -> None:
-    """Remove the checkpoints of the paused trials of a search that has ended, unless the search keeps them.
+    """Delete the checkpoints of paused trials after a search has ended, unless `search.prune` is false.
 
-    The best trial keeps its checkpoints. So does a run that another search needs, and a run that is not as this search
-    left it: another process may train it, or may have trained it further or removed it.
+    The best trial keeps its checkpoints. So do runs that another search needs, and runs that changed since this search
+    paused them, e.g. because another process trains them.
     """
-    if not record.prune or gives_up(journal):  # the search continues when the cause is fixed
+    if not record.prune or gives_up(journal):  # the search continues once the cause is fixed
         return
     found, left = best(record.rules, journal), dict[RunDir, int]()
     for trial in journal.trials:
@@ -35,7 +35,7 @@ def prune(search: SearchDir, record: Record, journal: Journal) -> None:
                         left[run] = result.step
     try:
         wanted = _wanted_by_others(search) if left else set[Path]()
-    except (UserError, OSError):  # a search that cannot be read may need any of them
+    except (UserError, OSError):  # a search that cannot be read may need any of these runs
         return
     for run, step in left.items():
         with suppress(UserError, OSError, ValueError):
@@ -44,11 +44,11 @@ def prune(search: SearchDir, record: Record, journal: Journal) -> None:
 
 
 def _wanted_by_others(search: SearchDir) -> set[Path]:
-    """Return the runs of other searches in the same directory that keep their runs' checkpoints, or have not ended.
+    """Return the runs of other searches in the same directory that keep their checkpoints or have not ended.
 
     Raises:
-        RunDirError: one of those is malformed.
-        OSError: one of those cannot be read.
+        RunDirError: one of these searches is malformed.
+        OSError: one of these searches cannot be read.
     """
     root, found = search.path.parent, set[Path]()
     for name in files.list_dir(root):
@@ -61,7 +61,7 @@ def _wanted_by_others(search: SearchDir) -> set[Path]:
 
 
 def _remove_checkpoints(run: RunDir, step: int) -> None:
-    """Remove the checkpoints of a run that is paused at a step."""
+    """Delete the checkpoints of a run that is paused at `step`."""
     with Lease.acquire(run.lease, {"job_id": None}, within=run.path) as lease:
         if run.newest_step() != step or look(run).word != "paused":
             return

@@ -1,4 +1,4 @@
-"""Remove runs that no process trains: `runner rm RUN...`."""
+"""Remove runs that are not being trained: `runner rm RUN...`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runner.system import files
 
 
 def parser() -> Parser:
-    """Return the parser of the arguments."""
+    """Return the command's argument parser."""
     made = Parser(
         prog=f"{PROGRAM} rm",
         description="Removes run directories with all that is in them, after a question. A run that is being trained, "
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status.
 
     Raises:
-        UserError: a RUN cannot be removed. Then none is removed, unless the error came up after the checks.
+        UserError: a RUN cannot be removed. Then no run is removed, unless the error occurred after the checks.
     """
     options = parser().parse_args(arguments)
     rests: list[Path] = []
@@ -70,10 +70,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _removable(path: Path, force: bool) -> RunDir:
-    """Return the run at `path` after the checks that are possible without its leases.
+    """Return the run at `path`, after all checks that do not need its leases.
 
     Raises:
-        UserError: it may not be removed.
+        UserError: the run must not be removed.
     """
     run = run_at(path)
     check_idle(run)
@@ -106,7 +106,7 @@ def _remove(run: RunDir, force: bool) -> None:
         remove_rest(rest)
     try:
         with custody(run, tell) as held:
-            _check_pins(held.run, force)  # again, as the answer may have taken an hour
+            _check_pins(held.run, force)  # checked again, because the user may have taken an hour to answer
             aside = remove(held)
     except OSError as error:
         raise FileError(f"{shown(run.path)} cannot be removed ({error.strerror or error})") from error
@@ -114,7 +114,7 @@ def _remove(run: RunDir, force: bool) -> None:
 
 
 def _bytes(path: Path) -> int:
-    """Return the size of the files of a run in bytes, including those of a checkpoint that a branch shares."""
+    """Return the total size of a run's files in bytes, including those of a checkpoint that a branch shares."""
     total = 0
     for folder, _, names in files.walk(path):
         for name in names:

@@ -1,4 +1,4 @@
-"""Change the settings of an existing run: the allowed changes, their effects, and the fate of earlier changes."""
+"""Change settings of an existing run: check which changes are allowed, describe their effects, and record them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runner.rundir import provenance
 from runner.rundir.paths import RunDir
 from runner.system import clock
 
-# Where a command puts a run and how it handles it: not settings that a run was started with.
+# Settings that control where a command puts a run and how it starts it. The run itself does not depend on them.
 OF_COMMANDS = (
     "run.dir",
     "run.name",
@@ -36,8 +36,8 @@ class Changes:
 
     Attributes:
         job: the run with its new settings.
-        frozen: its config so far, as plain values; empty for a new run.
-        all: every difference.
+        frozen: the frozen config as plain values, before the change. It is empty for a new run.
+        all: every difference between the two.
     """
 
     job: Composed
@@ -46,7 +46,7 @@ class Changes:
 
     @classmethod
     def of(cls, job: Composed) -> Changes:
-        """Compare a command with the frozen config of its run.
+        """Compare the config of a command with the frozen config of its run.
 
         Raises:
             RunDirError: the frozen config cannot be read.
@@ -58,13 +58,13 @@ class Changes:
 
     @property
     def of_results(self) -> list[ConfigChange]:
-        """Return the changes that alter the results from here on, and that a command may make on purpose."""
+        """Return the allowed changes that alter the results from the current step on."""
         return [change for change in self.all if change.kind == "data" or self._is_edit(change)]
 
     def _is_edit(self, change: ConfigChange) -> bool:
         """Return whether a change marks the run as edited.
 
-        A change of the length does only if a schedule depends on it.
+        A change of the length does so only if a schedule depends on the length.
         """
         if change.kind != "edit":
             return False
@@ -74,10 +74,10 @@ class Changes:
         return bool(follows) and _length(self.frozen) != _length(self.job.plain)
 
     def check(self) -> None:
-        """Refuse changes that are not allowed in an existing run.
+        """Raise an error if a change is not allowed in an existing run.
 
         Raises:
-            UserError: all such changes, one per line.
+            UserError: the message lists all such changes, one per line.
         """
         where, resumes = self.job.run_dir, f"{PROGRAM} resume {shown(self.job.run_dir)}"
         errors = []
@@ -85,7 +85,7 @@ class Changes:
             if change.kind == "fixed":
                 what = "cannot be changed"
                 remedy = "keep the old value, or choose another run.dir"
-                if change.key.startswith(("optimizer", "scheduler.", "train.")):  # a branch may change these
+                if change.key.startswith(("optimizer", "scheduler.", "train.")):  # a branch can change these
                     remedy += f"; or branch off: `{PROGRAM} fork {shown(where)} --step N {change.key}=...`"
             elif change.kind == "data" and not self.job.config.run.allow_data_change:
                 what = "changes which data comes next"
@@ -99,7 +99,7 @@ class Changes:
         refuse(sorted(errors, key=lambda line: " cannot be changed in " not in line))
 
     def _by_source(self) -> list[ConfigChange]:
-        """Return all changes, with one for each source that is new or gone instead of one for each of its settings."""
+        """Return all changes. The settings of a source that was added or removed are merged into one change."""
         old, new = (plain.get("data", {}).get("sources", {}) for plain in (self.frozen, self.job.plain))
         whole = {f"data.sources.{name}.": (name in old, name in new) for name in old.keys() ^ new.keys()}
         kept = [change for change in self.all if not change.key.startswith(tuple(whole))]
@@ -117,10 +117,10 @@ class Changes:
         return lines
 
     def not_taken_over(self, ending: str) -> list[str]:
-        """Return a line for each setting that a live run does not adopt, and the remedy for those that a resume adopts.
+        """Return a line for each setting that a live run does not adopt, with a remedy if a resume would adopt it.
 
         Args:
-            ending: how to end the run.
+            ending: how to stop the run.
         """
         found = [change for change in self.all if change.kind != "moved" and change.key not in OF_COMMANDS]
         found = [change for change in found if change.key == "launcher._target_"] or found
@@ -131,16 +131,16 @@ class Changes:
         return [*(f"{change} cannot be changed in a run: choose another run.dir" for change in fixed), *lines]
 
     def edit(self, step: int) -> dict[str, Any] | None:
-        """Return the record for code.json of a deliberate change at `step`; None if the results stay the same."""
+        """Return the code.json record of a deliberate change at `step`, or None if the results stay the same."""
         if not self.of_results:
             return None
         changes = [str(change) for change in self.of_results]
         return {"step": step, "time": clock.wall(), "changes": changes, "before": identity(self.frozen)}
 
     def edited(self) -> tuple[str, bool] | None:
-        """Describe the edits of the run since a command like this one began it, and return whether it has this length.
+        """Describe edits made since a command like this one started the run, and return whether it has this length.
 
-        Return None if its settings are those of the command, or if it never had the command's settings.
+        Return None if the run has the settings of this command, or if it never had them.
 
         Raises:
             OSError: the records cannot be read.
@@ -174,7 +174,7 @@ def _length(plain: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _schedules(frozen: dict[str, Any], new: Config, step: int) -> list[str]:
-    """Describe how another length changes the learning rate from `step` on."""
+    """Describe how a different length changes the learning rate from `step` on."""
     old = trained(frozen)
     lines = []
     for key in length_readers(frozen):

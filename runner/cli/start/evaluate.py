@@ -1,4 +1,4 @@
-"""Evaluate checkpoints of a run, finished or not: `runner evaluate RUN [--step N|best|last|all] [key=value ...]`."""
+"""Evaluate checkpoints of a run: `runner evaluate RUN [--step N|best|last|all] [key=value ...]`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from runner.config.composition import Composed
 
 ATTEMPT = "runner.training.evaluate:attempt"
-# Settings of an evaluation that decide its results, and settings that do not.
+# Settings of an evaluation that affect its results, and settings that do not.
 RESULTS = ("eval", "data.eval_sources", "data.collate")
 PLACE = ("launcher", "train.device", "run.threads", "data.cache_dir")
 SUBMISSION_WAIT_S = 120.0
 
 
 def parser() -> Parser:
-    """Return the parser of the arguments."""
+    """Return the command's argument parser."""
     made = Parser(
         prog=f"{PROGRAM} evaluate",
         usage=f"{PROGRAM} evaluate [-h] [--step STEP] [--submit] [--json] RUN [key=value ...]",
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status.
 
     Raises:
-        UserError: RUN is not a run directory, a setting is wrong, or there is no such checkpoint.
+        UserError: RUN is not a run directory, a setting is wrong, or the checkpoint does not exist.
     """
     options = parser().parse_intermixed_args(list(arguments))
     given, overrides = one_run_and_settings(options.words, "evaluate outputs/NAME key=value")
@@ -93,7 +93,7 @@ def _is_of(text: str, keys: Sequence[str]) -> bool:
     return key in keys or key.startswith(tuple(f"{each}." for each in keys))
 
 
-# Here
+# Evaluate here
 
 
 def _evaluate(run: RunDir, request: Request, as_json: bool) -> int:
@@ -137,14 +137,14 @@ def _print_table(records: Sequence[dict[str, Any]]) -> None:
     console().print(listing)
 
 
-# As a job
+# Evaluate in a job
 
 
 def _submitting_launcher(submit: bool, overrides: Sequence[str], composed: Composed) -> Launcher | None:
-    """Return the launcher that submits the evaluation; None: the evaluation runs here.
+    """Return the launcher that submits the evaluation, or None if it runs in this process.
 
     Raises:
-        UserError: --submit, and the run's launcher runs runs here.
+        UserError: --submit is set, but the run's launcher trains on this machine.
     """
     if not submit and not any(_is_of(text, ("launcher",)) for text in overrides):
         return None
@@ -157,14 +157,14 @@ def _submitting_launcher(submit: bool, overrides: Sequence[str], composed: Compo
 
 
 def _submit(run: RunDir, request: Request, composed: Composed, launcher: Launcher) -> int:
-    """Submit the evaluation, unless its job is already queued or there is nothing to do.
+    """Submit the evaluation, unless its job is already queued or there is nothing to evaluate.
 
     Raises:
-        UserError: it cannot be submitted.
+        UserError: the job cannot be submitted.
     """
     from runner.training.evaluate import every_set, wanted
 
-    every_set(composed.config)  # refused here rather than in the job
+    every_set(composed.config)  # raises errors here, before the job is submitted
     directory = request.directory(run)
     with reading(run):
         done = evaluated(run, request.settings).keys()
@@ -194,7 +194,7 @@ def _submit(run: RunDir, request: Request, composed: Composed, launcher: Launche
             wait_s=SUBMISSION_WAIT_S,
             within=run.path,
         ) as lease:
-            if is_queued():  # another shell has submitted it in between
+            if is_queued():  # another shell submitted it while this command waited
                 return int(ExitStatus.FINISHED)
             request.write(directory, lease.guard)
             return launcher.launch([directory], ATTEMPT, [lease.guard])

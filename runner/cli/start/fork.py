@@ -1,4 +1,4 @@
-"""Begin a branch of a run from its state after N steps: `runner fork RUN --step N [key=value ...]`."""
+"""Start a branch of a run from its state after N steps: `runner fork RUN --step N [key=value ...]`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ sweep may also name several trunks: python -m runner -m fork=A@700,B@700 seed=1,
 
 
 def parser() -> Parser:
-    """Return the parser of the arguments."""
+    """Return the command's argument parser."""
     made = Parser(
         prog=f"{PROGRAM} fork",
         usage=f"{PROGRAM} fork [-h] [-m] [--config-dir DIR] RUN --step N [key=value ...]",
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status.
 
     Raises:
-        UserError: RUN is not a run directory, a setting is wrong, or there is no such checkpoint.
+        UserError: RUN is not a run directory, a setting is wrong, or the checkpoint does not exist.
     """
     options = parser().parse_intermixed_args(list(arguments))
     run, overrides = one_run_and_settings(options.words, "fork outputs/NAME --step N key=value")

@@ -1,4 +1,4 @@
-"""Write a small, complete project to begin with: `runner init DIR`."""
+"""Create a small, complete project to start with: `runner init DIR`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from runner.system import files
 
 TEMPLATE = Path(__file__).with_name("project")
 NAME = "my_project"
-"""The placeholder for the name of the project in the template."""
+"""The placeholder for the project's name in the template."""
 SUFFIX = ".template"
 TAKEN = ("tests", "conf", "outputs")
 
 
 def parser() -> Parser:
-    """Return the parser of the arguments."""
+    """Return the command's argument parser."""
     made = Parser(
         prog=f"{PROGRAM} init",
         description="Writes a project that trains as it is: an experiment, a dataset, a model, a task, and a test that "
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status.
 
     Raises:
-        UserError: the directory is not empty, its name makes no package name, or it cannot be written.
+        UserError: the directory is not empty or not writable, or its name is not valid as a package name.
     """
     directory: Path = parser().parse_args(arguments).directory
     name = re.sub(r"\W", "_", directory.absolute().name).lower()
@@ -62,12 +62,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _is_module(name: str) -> bool:
-    """Return whether a package with this name would hide another one from every command in the project."""
+    """Return whether a package with this name would hide a different one from every command in the project."""
     return name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None
 
 
 def _written(directory: Path, name: str) -> Iterator[tuple[Path, str]]:
-    """Yield each file of the project, with its content."""
+    """Yield the path and the content of each file of the project."""
     for folder, _, names in sorted(files.walk(TEMPLATE)):
         for file in sorted(names):
             if file.endswith(SUFFIX):

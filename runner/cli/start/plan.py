@@ -1,4 +1,4 @@
-"""Plan what to do about each run of a command, from its state. Only reads."""
+"""Plan how to handle each run of a command, based on its state. Nothing is written."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from runner.rundir.trust import RECORDS, check_trusted, reading
 from runner.system import clock, files
 from runner.system.signals import STOP
 
-# How long to wait for jobs that are releasing their nodes (saving, being killed, the node's cleanup).
+# How long to wait for jobs that are releasing their nodes, e.g. while they save, are killed, or the node cleans up.
 ENDING_WAIT_S, ENDING_POLL_S = 180.0, 1.0
-MAX_REASON = 1000  # characters; all messages of this package are shorter
+MAX_REASON = 1000  # in characters; the messages of this package are all shorter
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a command, and the plan for it."""
+    """A run of a command, and how to handle it."""
 
     job: Composed
-    state: str  # new, unfinished, finished, edited, live, failed, withdrawn or unusable
-    summary: str  # for the user
+    state: str  # one of: new, unfinished, finished, edited, live, failed, withdrawn, unusable
+    summary: str  # shown to the user
     notes: list[str] = field(default_factory=list)
-    """The changes that this command makes, or cannot make while the run is live; one line each."""
+    """Changes that this command makes, or cannot make while the run is live, one line each."""
     refused: bool = False
-    """Whether the command asks for something that the run does not do."""
+    """Whether the command asks for a change that the run does not make."""
 
     @property
     def starts(self) -> bool:
@@ -48,21 +48,21 @@ class PlannedRun:
 
 
 def plan_runs(jobs: Sequence[Composed], launcher: Launcher, single: bool) -> list[PlannedRun]:
-    """Plan what to do about each job.
+    """Plan how to handle each job.
 
     Args:
         jobs: the runs of the command.
-        launcher: of all of them.
-        single: one run on this machine, so a live one is an error.
+        launcher: the launcher for all runs.
+        single: whether there is one run on this machine. If it is already live, that is an error.
 
     Raises:
         LockedError: the single run is live.
-        RunDirError: the only run cannot be used. One of several is planned as `unusable`, and does not affect the
-            others.
-        UserError: a config does not fit its run directory, or a scheduler that may have a job of a run does not
+        RunDirError: the only run is unusable. If there are several runs, such a run is planned as `unusable` and does
+            not affect the others.
+        UserError: a config does not fit its run directory, or a scheduler that may have a job for a run does not
             respond.
     """
-    # No scheduler is asked about a finished run: its job may take long to end, and the scheduler may be down.
+    # Schedulers are not asked about finished runs, because a job may take long to end, or its scheduler may be down.
     unfinished: list[RunDir] = []
     finished: dict[Path, State] = {}
     broken: dict[Path, RunDirError] = {}
@@ -71,7 +71,7 @@ def plan_runs(jobs: Sequence[Composed], launcher: Launcher, single: bool) -> lis
         run = RunDir(job.run_dir)
         try:
             with reading(run):
-                files.read_object(run.job)  # launchers read it too, for all runs at once
+                files.read_object(run.job)  # check it here, because launchers read it for all runs at once
                 first = look(run)
                 if _is_finished(first, job):
                     finished[run.path] = first
@@ -104,29 +104,29 @@ def plan_runs(jobs: Sequence[Composed], launcher: Launcher, single: bool) -> lis
 def plan_run(
     job: Composed, queued: JobInfo | None, retry_failed: bool, held: bool = False, state: State | None = None
 ) -> PlannedRun:
-    """Plan what to do about one run.
+    """Plan how to handle one run.
 
     Args:
         job: the run.
-        queued: its live job, if any.
-        retry_failed: whether a run that has failed is started again.
+        queued: the live job of the run, if any.
+        retry_failed: whether to restart a run that has failed.
         held: whether this command holds the lease of the run.
-        state: of a run that was found finished; None: read it now.
+        state: the state of a run that was found finished. If None, the state is read now.
 
     Raises:
-        RunDirError: the run would start, and its directory is not trusted; or it was to be resumed and is gone.
+        RunDirError: the run would start but its directory is not trusted, or it should be resumed but no longer exists.
         UserError: the config does not fit the run directory.
         OSError: the run directory cannot be read.
     """
     run = RunDir(job.run_dir)
     state, exists = state or look(run, queued), files.exists(run.config)
-    finished = _is_finished(state, job)  # if so, neither its job nor its process matters any more
+    finished = _is_finished(state, job)  # if finished, its job and process no longer matter
     if queued is not None and not finished:
         return _live(job, f"{queued.state}, job {queued.job_id}", f"cancel job {queued.job_id}")
     if not held and not finished and state.holder:
         return _live(job, f"running, {state.holder}", "stop it")
     if not exists:
-        if job.resumed:  # `runner mv` or `rm` was faster; the command does not ask for a new run there
+        if job.resumed:  # removed by `runner mv` or `rm` in the meantime; a resume must not create a new run
             raise RunDirError(f"{shown(run.path)} was moved or removed meanwhile")
         _check_place(run, is_branch=job.config.fork.run is not None)
         check_trusted(run)
@@ -154,7 +154,7 @@ def plan_run(
 
 
 def _finished(finish: Finish, job: Composed) -> str:
-    """State at which step a run has finished, and how to continue a run that ended before its last step."""
+    """Describe the step at which a run finished. If it ended before its last step, describe how to continue it."""
     early = finish.early
     if early is None or finish.covers(job.config.known_steps, job.config.train.epochs):
         return f"finished, all {finish.steps} steps"
@@ -165,7 +165,10 @@ def _finished(finish: Finish, job: Composed) -> str:
 
 
 def _live(job: Composed, summary: str, ending: str) -> PlannedRun:
-    """Plan nothing for a run that trains or is queued. Its settings stay as they are; `ending` says how to stop it."""
+    """Plan nothing for a run that trains or is queued. Its settings stay as they are.
+
+    `ending` describes how to stop it.
+    """
     if not files.exists(RunDir(job.run_dir).config):  # another command is about to freeze its config
         return PlannedRun(job, "live", summary)
     notes = Changes.of(job).not_taken_over(ending)
@@ -173,7 +176,7 @@ def _live(job: Composed, summary: str, ending: str) -> PlannedRun:
 
 
 def _resuming(state: State, job: Composed) -> str:
-    """Explain why an unfinished run is resumed, in one line."""
+    """Explain in one line why an unfinished run is resumed."""
     run, status, ended = state.run, state.status, state.attempts
     first, total = job.config.fork.step or 0, job.config.known_steps  # a branch starts with a checkpoint
     step, last = max(run.newest_step(), first), entry(state.newest, "step", int) or 0
@@ -198,7 +201,7 @@ def _resuming(state: State, job: Composed) -> str:
 
 
 def _one_line(reason: object) -> str:
-    """Shorten the message of an error to one line: a user's exception may print all its data."""
+    """Shorten an error message to one line, because the exception of a user's class may print all its data."""
     return textwrap.shorten(str(reason), MAX_REASON, placeholder=" …")
 
 
@@ -206,7 +209,7 @@ def _new(job: Composed) -> PlannedRun:
     """Plan a run that does not exist yet.
 
     Raises:
-        UserError: it is a branch, and its trunk has no checkpoint for it, or is not trusted.
+        UserError: the run is a branch, and its trunk does not have the checkpoint, or is not trusted.
     """
     trunk = _trunk_of(job)
     if trunk is None:
@@ -216,10 +219,10 @@ def _new(job: Composed) -> PlannedRun:
 
 
 def _trunk_of(job: Composed) -> RunDir | None:
-    """Return the trunk whose checkpoint a branch begins with; None if the run is not a branch.
+    """Return the trunk with the checkpoint that a branch starts from, or None if the run is not a branch.
 
     Raises:
-        UserError: the trunk has no checkpoint for it, or is not trusted.
+        UserError: the trunk does not have the checkpoint, or is not trusted.
     """
     fork = job.config.fork
     if fork.run is None or fork.step is None:
@@ -235,7 +238,7 @@ def _trunk_of(job: Composed) -> RunDir | None:
 
 
 def _is_finished(state: State, job: Composed) -> bool:
-    """Return whether a run has a config, and is finished by the config of `job`.
+    """Return whether a run has a config and is finished under the config of `job`.
 
     Raises:
         OSError: the run directory cannot be read.
@@ -244,7 +247,7 @@ def _is_finished(state: State, job: Composed) -> bool:
 
 
 def unusable(path: Path, verb: str, error: OSError) -> str:
-    """Return one line for a run directory that cannot be `verb` (read or written)."""
+    """Return an error line for a run directory that cannot be read or written. `verb` is `read` or `written`."""
     reason = error.strerror or error
     return f"the run directory {path} cannot be {verb} ({reason}): fix that, or choose another with run.root or run.dir"
 
@@ -252,7 +255,7 @@ def unusable(path: Path, verb: str, error: OSError) -> str:
 def _queued(runs: Sequence[RunDir], launcher: Launcher) -> dict[Path, JobInfo]:
     """Return the live job of each run that has one, after waiting for jobs that are ending.
 
-    A job that releases its node may be gone for good or about to be requeued.
+    A job that is releasing its node may end for good or be requeued.
 
     Raises:
         UserError: a scheduler does not respond.
@@ -271,7 +274,7 @@ def _queued(runs: Sequence[RunDir], launcher: Launcher) -> dict[Path, JobInfo]:
 
 
 def _live_jobs(runs: Sequence[RunDir], launcher: Launcher) -> dict[Path, JobInfo]:
-    """Return the jobs of runs, as reported by the schedulers of this launcher and of those that submitted the runs."""
+    """Return the jobs of the runs, from the schedulers of this launcher and of those that submitted the runs."""
     mine = f"{type(launcher).__module__}.{type(launcher).__qualname__}"
     try:
         queued = launcher.jobs([run.path for run in runs]) if runs else {}
@@ -288,13 +291,13 @@ def _live_jobs(runs: Sequence[RunDir], launcher: Launcher) -> dict[Path, JobInfo
 
 
 def _check_place(run: RunDir, is_branch: bool) -> None:
-    """Refuse a directory that holds runs, which a new run would hide, or records, which it would replace.
+    """Raise an error if a new run would hide other runs in its directory, or replace records there.
 
-    A command that was killed before it froze the config may have left the leases and `code.json`, and for a branch the
-    records of its trunk.
+    Some files are allowed, because a command that was killed before it froze the config may have left them. These are
+    the leases, `code.json`, and for a branch the records of its trunk.
 
     Raises:
-        UserError: there is a run in it, or a record.
+        UserError: the directory contains a run or a record.
     """
     names = sorted(files.list_dir(run.path)) if files.is_dir(run.path) else []
     inside = [

@@ -1,4 +1,4 @@
-"""Tokenize and pack the documents of a config ahead of time, on one machine or many: `runner prepare`."""
+"""Tokenize and pack the documents of a config in advance, on one or more machines: `runner prepare`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.errors import ExitStatus, UserError
 
 
 def parser() -> Parser:
-    """Return the parser of the arguments."""
+    """Return the command's argument parser."""
     made = Parser(
         prog=f"{PROGRAM} prepare",
         description="Prepares the documents that a run with these settings trains and is evaluated on. Killed and "
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status.
 
     Raises:
-        UserError: the config cannot be composed, has no documents, or a source cannot be prepared.
+        UserError: the config cannot be composed or has no documents, or a source cannot be prepared.
     """
     options = parser().parse_intermixed_args(list(arguments) or ["--help"])
     if options.workers is not None and options.workers < 1:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _sources(plain: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the key of each source that can be prepared, and a function (workers) -> its report."""
+    """Yield the key of each source that can be prepared, with a function from the number of workers to a report."""
     from runner.config.targets import bind
 
     for group in ("sources", "eval_sources"):

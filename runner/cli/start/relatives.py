@@ -1,4 +1,4 @@
-"""Find the existing run most similar to a new one, because a typo in a setting starts a new run by mistake."""
+"""Find the existing run most similar to a new one, because a typo in a setting would start a new run."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from runner.rundir.state import modified
 from runner.system import files
 
 MOST = 3
-"""Runs that differ in more settings are not similar."""
+"""Runs that differ in more settings than this are not similar."""
 LOOKED_AT = 200
-"""At most this many runs are read, the newest first: each takes a millisecond or two."""
+"""The maximum number of runs to read, newest first. Reading a run takes a millisecond or two."""
 
 
 def nearest(job: Composed) -> str | None:
-    """Name the run in the same directory that differs least from a new one, and the differences.
+    """Describe the existing run in the same directory that differs least from a new one, with the differences.
 
     Return None if no run is similar.
     """
 
     def others() -> Iterator[tuple[Path, dict[str, Any]]]:
         for path in _beside(job.run_dir):
-            with suppress(OSError, ValueError, LookupError, TypeError):  # only a hint: skip malformed runs
+            with suppress(OSError, ValueError, LookupError, TypeError):  # only a hint, so malformed runs are skipped
                 yield path, identifying_values(read_plain(RunDir(path).config))
 
     return closest(identifying_values(job.plain), others())
 
 
 def closest(mine: Mapping[str, Any], others: Iterable[tuple[Path, Mapping[str, Any]]]) -> str | None:
-    """Name the directory that differs least from `mine`, and the differences; None if none is similar.
+    """Return the name of the directory that differs least from `mine` and the differences, or None.
 
     Args:
-        mine: dotted key -> value.
-        others: directories with their values.
+        mine: the settings of the new run, by dotted key.
+        others: the settings of other run directories. If none of them is similar, the result is None.
     """
     found = []
     for path, other in others:
@@ -53,7 +53,7 @@ def closest(mine: Mapping[str, Any], others: Iterable[tuple[Path, Mapping[str, A
 
 
 def _beside(run_dir: Path) -> list[Path]:
-    """List the newest runs in the same directory, the newest first."""
+    """List the newest runs in the same directory, newest first."""
     timed = []
     with suppress(OSError):
         for name in files.list_dir(run_dir.parent):

@@ -39,7 +39,7 @@ and the like may change; data and sampler with run.allow_data_change=true; the m
 
 
 def parser() -> Parser:
-    """Return the parser of the arguments."""
+    """Return the command's argument parser."""
     made = Parser(
         prog=f"{PROGRAM} resume",
         usage=f"{PROGRAM} resume [-h] [-n] [--config-dir DIR] RUN [RUN ...] [key=value ...]",
@@ -56,12 +56,12 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status.
 
     Raises:
-        UserError: a RUN is not a run directory, or a config error; then nothing was started.
+        UserError: a RUN is not a run directory, or a config has errors. Then no run was started.
     """
     options = parser().parse_intermixed_args(list(arguments))
     words, overrides = runs_and_settings(options.words)
     run_dirs = [Path(word) for word in dict.fromkeys(words)]
-    # `outputs/*` includes files that `runner report` has written.
+    # `outputs/*` also matches files that `runner report` has written.
     if reports := [path for path in run_dirs if files.is_file(path)]:
         run_dirs = [path for path in run_dirs if path not in reports]
         say(f"not run directories, left out: {', '.join(map(str, reports))}")
@@ -85,14 +85,14 @@ def jobs(
     """Apply `overrides` to the frozen configs of the runs in `run_dirs`.
 
     Returns:
-        The runs, and a line for each directory that cannot be used.
+        The runs, and an error line for each directory that cannot be used.
 
     Raises:
-        UserError: the config errors of all runs, each once.
+        UserError: the configs have errors; the message lists each error once.
     """
     deleting = [text for text in overrides if text.startswith("~")]
     refuse(f"{text}: a value of an existing run cannot be deleted; set one" for text in deleting)
-    # The command must work again when the frozen config already has the value.
+    # A rerun of the command must work even though the frozen config already contains the value.
     texts = [re.sub(r"^\+(?=[^+=]*\.)", "++", text) for text in overrides]
     found: list[Composed] = []
     errors: dict[str, None] = {}
@@ -100,7 +100,7 @@ def jobs(
     for run_dir in run_dirs:
         try:
             with reading(RunDir(run_dir)):
-                check_trusted(RunDir(run_dir))  # before any name in its config is looked up
+                check_trusted(RunDir(run_dir))  # checked before any class named in the config is looked up
                 first = _overrides_before(run_dir)
             with _naming_directory(run_dir):
                 composed = composer.recompose(run_dir, texts)
@@ -110,7 +110,8 @@ def jobs(
         except UserError as error:
             errors |= dict.fromkeys(str(error).splitlines())
             continue
-        # code.json lists the overrides of the run's first command, then those that changed it; the last one applies.
+        # code.json lists the overrides of the run's first command, followed by later changes. The last one of a key
+        # applies.
         before = [text for text in first if text not in overrides]
         found.append(replace(composed, overrides=(*before, *overrides)))
     refuse(errors)
@@ -119,7 +120,7 @@ def jobs(
 
 @contextmanager
 def _naming_directory(run_dir: Path) -> Iterator[None]:
-    """Add the directory in which a run was started to the error of a module that is not found."""
+    """If a module is not found, add to the error the directory in which the run was started."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Start or continue a search: its plan, its directory, its slots. The work of a slot is in `runner.cli.start.slot`."""
+"""Start or continue a search: its plan, its directory and its slots. `runner.cli.start.slot` has the work of a slot."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ from runner.system.signals import STOP
 
 ATTEMPT = "runner.cli.start.slot:slot"
 MOST_CHECKED = 1000
-"""The maximum number of points that are composed before anything starts."""
+"""The maximum number of points that are composed as a check before anything starts."""
 RUNGS = 3
 """The number of rungs if search.rungs is not set."""
 NEWS_S = 0.5
 SHOWN_POINTS = 20
 SUBMISSION_WAIT_S = 120.0
 SIGNALLED = 128
-"""Exit statuses from this one on mean that a signal ended the process."""
+"""An exit status of at least this value means that a signal killed the process."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The search that a command asks for.
+    """The search that a command describes.
 
     Attributes:
         first: the run of the first trial.
@@ -72,10 +72,10 @@ class Plan:
 
 
 def start_search(composer: TrialComposer, overrides: Sequence[str], dry_run: bool) -> int:
-    """Begin or continue the search that a command describes, and return the exit status.
+    """Start or continue the search that a command describes, and return the exit status.
 
     Raises:
-        UserError: the config, the space or an option of the search is wrong, or does not fit the existing search.
+        UserError: the config, the space or a search option is wrong, or does not fit the existing search.
     """
     plan = plan_search(composer, overrides)
     launcher = common_launcher([plan.first])
@@ -112,18 +112,18 @@ def start_search(composer: TrialComposer, overrides: Sequence[str], dry_run: boo
         return launcher.follow([slot.path for slot in search.slots()]) if launcher.wait else status
     if not launcher.in_process or status == ExitStatus.INTERRUPTED:
         return status
-    ended = _end(plan)  # although a slot was killed, for example
+    ended = _end(plan)  # even if, for example, a slot was killed
     return status if ended == ExitStatus.INTERRUPTED and status else ended
 
 
-# What the command means
+# Plan the search
 
 
 def plan_search(composer: TrialComposer, overrides: Sequence[str]) -> Plan:
-    """Plan and check the search that a command asks for. Write nothing.
+    """Plan and check the search that a command describes. Nothing is written.
 
     Raises:
-        UserError: the config, the space or an option of the search is wrong.
+        UserError: the config, the space or a search option is wrong.
     """
     base = Path.cwd()
     given = [text for text in overrides if text.lstrip("+").startswith(("fork=", "run.dir="))]
@@ -175,7 +175,7 @@ def _space_errors(options: SearchConfig, dimensions: Sequence[Dimension]) -> Ite
 def _with_length(
     composer: TrialComposer, options: SearchConfig, fixed: Sequence[str], dimensions: Sequence[Dimension]
 ) -> tuple[list[str], Rungs]:
-    """Return the overrides with the length of a run, and the steps of the rungs; None: the end of the run.
+    """Return the overrides including the length of a run, and the steps of the rungs. A step of None is the run's end.
 
     Raises:
         UserError: the rungs do not fit the length.
@@ -186,7 +186,7 @@ def _with_length(
     assert options.kind is not None
     if rungs:
         given = [key for text in fixed if (key := text.lstrip("+").partition("=")[0]) in (*LENGTH_KEYS, "search.rungs")]
-        # A typed setting takes precedence over a file.
+        # A setting on the command line takes precedence over one in a file.
         if (steps is None and epochs is None) or given == ["search.rungs"]:
             return [*fixed, f"train.steps={rungs[-1]}", *(["train.epochs=null"] if epochs else [])], tuple(rungs)
         if steps is not None and rungs[-1] > steps:
@@ -230,7 +230,7 @@ def _metric_errors(options: SearchConfig, first: Composed) -> Iterator[str]:
 
 
 def _name(rules: Rules, frozen: dict[str, Any], first: Composed, shared: Sequence[dict[str, Any]]) -> str:
-    """Name the directory of a search by the values that identify it."""
+    """Return the directory name of a search, built from the values that identify it."""
     digest = digest_of([rules.to_json(), *shared])
     title = first.plain["run"]["name"] or next(iter(frozen["templates"].values()))["title"]
     varied = [each.key.rpartition(".")[2].lstrip("+") for each in rules.space.dimensions]
@@ -239,17 +239,17 @@ def _name(rules: Rules, frozen: dict[str, Any], first: Composed, shared: Sequenc
 
 
 def _shared(rules: Rules, values: Mapping[str, Any], rungs: Rungs) -> dict[str, Any]:
-    """Return the values that identify the trials of a search and their results, and are the same in all trials.
+    """Return the values that all trials have in common and that affect their identities or results.
 
     Returns:
-        Dotted key -> value.
+        The values by dotted key.
     """
     plain = json.loads(json.dumps(values, default=str))
     results = result_values(plain)
     if not rules.algorithm.pauses:
         results |= {key: plain["train"][key.partition(".")[2]] for key in LENGTH_KEYS}
     elif plain["train"]["steps"] == rungs[-1]:
-        plain["train"]["steps"] = None  # a rung may be added
+        plain["train"]["steps"] = None  # excluded, because a rung may be added later
     for key in rules.space.dimensions:
         node, (*path, last) = plain, key.key.lstrip("+").split(".")
         for name in path:
@@ -261,7 +261,7 @@ def _shared(rules: Rules, values: Mapping[str, Any], rungs: Rungs) -> dict[str, 
 
 
 def nearest(plan: Plan) -> str | None:
-    """Name the search in the same directory that differs least from a new one, because a typo begins a new search."""
+    """Describe the most similar search in the same directory, because a typo would start a new search."""
 
     def settings(record: Record, rungs: Rungs) -> dict[str, Any]:
         template = next(iter(record.config["templates"].values()))
@@ -272,21 +272,21 @@ def nearest(plan: Plan) -> str | None:
         with suppress(OSError):
             beside = [SearchDir(plan.search.path.parent / name) for name in files.list_dir(plan.search.path.parent)]
             for search in filter(lambda each: is_search(each.path), beside):
-                with suppress(OSError, ValueError, LookupError, TypeError, RunDirError):  # it is only a hint
+                with suppress(OSError, ValueError, LookupError, TypeError, RunDirError):  # this is only a hint
                     record = Record.read(search)
                     yield search.path, settings(record, read_journal(search, record.rules.repeats).rungs)
 
     return closest(settings(plan.record, plan.rungs), others())
 
 
-# The search that is there
+# The existing search
 
 
 def _check_change(plan: Plan, before: Record, journal: Journal) -> None:
-    """Refuse to change the rules of a search that has begun.
+    """Raise an error if the command would change the rules of a search that has begun.
 
     Raises:
-        UserError: naming the settings that cannot change, with the remedy.
+        UserError: the message names the settings that cannot change, with a remedy.
     """
     if not journal.entries:
         return
@@ -346,10 +346,10 @@ def _show_points(plan: Plan) -> None:
 
 
 def _begin(plan: Plan, mine: Turn, retry: bool) -> None:
-    """Write the plan of the command into the directory of the search."""
+    """Write the command's plan to the directory of the search."""
     search, journal = plan.search, mine.journal
     if journal.entries:
-        _check_change(plan, Record.read(search), journal)  # another command may have been faster
+        _check_change(plan, Record.read(search), journal)  # another command may have written a plan first
     plan.record.write(search, mine.guard)
     code = provenance.describe_code(plan.first.plain)
     provenance.write_code(RunDir(search.path).code, code, plan.record.config["overrides"], mine.guard)
@@ -392,7 +392,7 @@ def _start_slots(plan: Plan, launcher: Launcher) -> int:
         if STOP:
             tell(f"interrupted ({STOP.name}): nothing was started")
             return int(ExitStatus.INTERRUPTED)
-        STOP.uninstall()  # from here on signals go to the slots
+        STOP.uninstall()  # from now on, signals go to the slots
         if not launcher.in_process:
             return launcher.launch(run_dirs, ATTEMPT, guards)
         with _news(plan):
@@ -400,9 +400,9 @@ def _start_slots(plan: Plan, launcher: Launcher) -> int:
 
 
 def launch_here(plan: Plan, launcher: Launcher, run_dirs: list[Path]) -> int:
-    """Run slots on this machine and return the exit status.
+    """Run the slots on this machine and return the exit status.
 
-    Start them again after the last one was killed, as long as results arrive.
+    If the last slot was killed, start the slots again, as long as new results arrive.
     """
     while True:
         before = read_journal(plan.search, plan.record.rules.repeats)
@@ -416,7 +416,7 @@ def launch_here(plan: Plan, launcher: Launcher, run_dirs: list[Path]) -> int:
 
 
 def _submitting(plan: Plan, slots: Sequence[RunDir], held: ExitStack) -> Iterator[files.Guard]:
-    """Acquire the exclusive right to start these slots, and yield the right to write to each."""
+    """Acquire the exclusive right to start these slots, and yield a guard for writing to each."""
     heart = held.enter_context(Heart())
     for slot in slots:
         lease = Lease.acquire(
@@ -435,7 +435,7 @@ def _submitting(plan: Plan, slots: Sequence[RunDir], held: ExitStack) -> Iterato
 
 @contextmanager
 def _news(plan: Plan) -> Iterator[None]:
-    """Print the decisions of the slots and their results, until the end of the block."""
+    """Print the decisions and results of the slots until the block ends."""
     over = threading.Event()
     seen = len(read_journal(plan.search, plan.record.rules.repeats).entries)
 

@@ -1,12 +1,12 @@
-"""Run a slot of a search: it trains one trial after the other, as recorded in the journal of the search.
+"""Run a slot of a search, which trains one trial after the other, as recorded in the search's journal.
 
     decide     under the lease of the search: an abandoned task, a promotion, a new trial, or nothing
     prepare    compose and freeze the run of the trial
     train      an attempt in a process of its own, to the step of the rung
     record     the result, from the records of the run
 
-A slot that is killed leaves a claim in the journal without a result. The next slot that decides takes it over, once the
-lease of the killed slot shows that it has ended.
+If a slot is killed, its claim stays in the journal without a result. The lease of the killed slot shows when it has
+ended. Then the next slot that decides takes over the task.
 """
 
 from __future__ import annotations
@@ -65,16 +65,15 @@ from runner.system.terminal import flush_output, outlive_terminal
 from runner.training.job import LocalJob
 
 POLL_S, WAIT_S, SHOW_S = 0.05, 0.5, 2.0
-"""Pauses between checks of the training process, between checks of a journal without tasks, and between updates of the
-slot's status."""
+"""Seconds between checks of the training process, of a journal without tasks, and between status updates."""
 LOOK_S = 15.0
-"""How often a slot checks whether other slots are alive."""
+"""Seconds between checks whether other slots are alive."""
 BUSY_S = 2.0
-"""The pause after finding a run that another process trains."""
+"""Seconds to wait after finding that another process trains the run."""
 TRIES, RETRY_S = 60, 2.0
-"""The number of tries, and the pause between them, if the disk or the lease of the search refuses."""
+"""The number of tries, and the seconds between them, if the disk or the lease of the search is not available."""
 TRIES_AT_END = 5
-"""The number of tries once the slot has been asked to stop."""
+"""The number of tries after the slot has been asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +83,15 @@ class Task:
     trial: int
     repeat: int
     rung: int
-    step: int | None  # None: to the end of the run
+    step: int | None  # None means the end of the run
     last: bool
     values: dict[str, str]
-    run: str | None  # if the journal records it
-    retried: bool = False  # a user has requested it after it was withdrawn
+    run: str | None  # the run's name, if the journal contains it
+    retried: bool = False  # a user withdrew it and then requested it again
 
     @property
     def title(self) -> str:
-        """Describe the task."""
+        """Return a short description of the task."""
         return f"trial {self.trial}, to {'its end' if self.step is None else f'step {self.step}'}"
 
 
@@ -100,8 +99,8 @@ def slot(slot_dir: Path, job: Job | None = None) -> int:
     """Train trials until the search is over or this process is asked to stop, and return the exit status.
 
     Args:
-        slot_dir: the directory of the slot, in the directory of the search.
-        job: the job that this process runs in.
+        slot_dir: the directory of the slot, inside the directory of the search.
+        job: the job that contains this process.
     """
     STOP.install()
     job = job or LocalJob()
@@ -134,7 +133,7 @@ def _say(line: str) -> None:
 
 @dataclass
 class Slot:
-    """A slot that holds its lease."""
+    """A slot whose lease this process holds."""
 
     search: SearchDir
     record: Record
@@ -142,7 +141,7 @@ class Slot:
     job: Job
     lease: Lease
     gone: set[Claim] = field(default_factory=set)
-    """Claims of slots on other machines whose heartbeats have stopped."""
+    """The claims of slots on other machines whose heartbeats have stopped."""
 
     def __post_init__(self) -> None:
         self.number = self.search.number_of(self.here)
@@ -159,7 +158,7 @@ class Slot:
         return TrialComposer()
 
     def work(self) -> ExitStatus:
-        """Train one trial after the other, and return how that ended."""
+        """Train one trial after the other, and return the exit status."""
         self._show("running", "waiting")
         with suppress(OSError):
             for change in provenance.code_changes(self.search.path):
@@ -180,7 +179,7 @@ class Slot:
         return ExitStatus.INTERRUPTED
 
     def _wait(self) -> None:
-        """Wait until the journal has changed, at most `LOOK_S`, because a slot may have died without an entry."""
+        """Wait until the journal changes, but at most `LOOK_S`, because a slot may die without adding an entry."""
         before, until = modified(self.search.journal), clock.monotonic() + LOOK_S
         while not STOP and clock.monotonic() < until and modified(self.search.journal) == before:
             clock.sleep(WAIT_S)
@@ -188,11 +187,11 @@ class Slot:
     # Decide
 
     def _turn(self, do: Callable[[Turn], Task | str | None]) -> Task | str | None:
-        """Call `do` under the lease of the search, and retry if other processes or the disk prevent that.
+        """Call `do` under the lease of the search. Retry if other processes or the disk prevent that.
 
         Raises:
             UserError: the lease could not be acquired, or the search is malformed.
-            OSError: the disk failed too often.
+            OSError: the disk failed too many times.
         """
         tries = 0
         while True:
@@ -208,7 +207,7 @@ class Slot:
                 clock.sleep(RETRY_S)
 
     def _next(self) -> Task | str | None:
-        """Return the next task; a text if there is nothing to train for now; None if there never will be."""
+        """Return the next task, a message if there is nothing to train for now, or None if there never will be."""
         self._look_at_others()
         return self._turn(self._decide)
 
@@ -241,7 +240,8 @@ class Slot:
     def _is_needed(self, journal: Journal) -> bool:
         """Return whether the tasks of other slots may lead to a task for this slot.
 
-        A result lets one trial continue, which its slot can train. On this machine a waiting slot costs nothing.
+        Each result lets at most one trial continue, and the slot that produced it can train that trial. On this machine
+        a waiting slot costs nothing.
         """
         claims = sum(len(trial.claims) for trial in journal.outstanding)
         return not self.job.auto_restarts or len(journal.outstanding) * journal.repeats > claims
@@ -255,7 +255,7 @@ class Slot:
         return None
 
     def _is_free(self, claim: Claim | None) -> bool:
-        if claim is None or claim.slot == self.number:  # there is one slot with this number at a time
+        if claim is None or claim.slot == self.number:  # only one slot with this number runs at a time
             return True
         try:
             fence, holder = read_holder(self.search.slot(claim.slot).lease) or (claim.fence + 1, {})
@@ -265,10 +265,10 @@ class Slot:
             return False
 
     def _look_at_others(self) -> None:
-        """Check from time to time the slots whose heartbeats alone show whether they are alive."""
+        """Check occasionally for slots whose heartbeat is the only evidence that they are alive."""
         if clock.monotonic() - self._looked < LOOK_S:
             return
-        watcher = LeaseWatcher(self.record.lease_timeout_s)  # a new one, because old observations prove nothing
+        watcher = LeaseWatcher(self.record.lease_timeout_s)  # a new watcher, because old observations prove nothing
         with suppress(OSError, RunDirError):
             journal = read_journal(self.search, self.record.rules.repeats)
             claims = {claim for trial in journal.outstanding for claim in trial.claims.values()} - self.gone
@@ -299,7 +299,7 @@ class Slot:
             return
         if self._recorded(task, run):
             return
-        if not task.retried and look(run).word == "withdrawn":  # while it was paused
+        if not task.retried and look(run).word == "withdrawn":  # it was withdrawn while it was paused
             self._append(WITHDRAWN, task)
             return
         if task.step is not None and run.newest_step() > task.step:
@@ -315,8 +315,8 @@ class Slot:
         """Compose and freeze the run of a task.
 
         Raises:
-            LockedError: another process trains it.
-            UserError: it cannot be trained.
+            LockedError: another process trains the run.
+            UserError: the run cannot be trained.
         """
         where, search = Path(self.record.directory), self.search.path.name
         job: Composed = self.composer.compose_point(self.record.config, task.values, where, task.repeat, search)
@@ -331,12 +331,12 @@ class Slot:
         return RunDir(job.run_dir)
 
     def _recorded(self, task: Task, run: RunDir, ended: bool = False) -> bool:
-        """Record the result of a task if the run has it, and return whether it has.
+        """Record the result of a task if its run has one. Return whether it has.
 
         Args:
-            task: the task.
-            run: its run.
-            ended: whether an attempt has just ended as planned, perhaps before the rung, because the run is shorter.
+            task: the task to record.
+            run: the run of the task.
+            ended: whether an attempt has just ended as planned. It may be before the rung if the run is shorter.
         """
         finish, step = Finish.of(run), task.step
         if ended and finish.steps and (step is None or (finish.steps < step and finish.early is not None)):
@@ -350,7 +350,7 @@ class Slot:
         return True
 
     def trained(self, task: Task, run: RunDir) -> int:
-        """Make an attempt in a process of its own, and return its exit status."""
+        """Make an attempt in a separate process, and return its exit status."""
         command = [sys.executable, "-m", "runner.training.attempt", str(run.path)]
         command.append(f"--metric={self.record.rules.metric}")
         command += [] if task.step is None else [f"--step={task.step}"]
@@ -358,7 +358,8 @@ class Slot:
         with files.owned():
             files.make_dirs_in(run.path, run.logs)
         with files.open_append(run.local_log) as output, signals.blocked():
-            # In its own session, so that Ctrl-C at the terminal reaches it only once, through this process.
+            # The process gets its own session, so that Ctrl-C at the terminal reaches it only once, through this
+            # process.
             process = processes.start(
                 command,
                 env=processes.bound(processes.environment),
@@ -372,7 +373,7 @@ class Slot:
             if STOP and not told:
                 process.send_signal(STOP.signum or 0)
                 told = True
-                if self._cause == "cancelled":  # now, because there may be no time after the save
+                if self._cause == "cancelled":  # recorded now, because there may be no time after the save
                     self._append(WITHDRAWN, task)
             if clock.monotonic() - shown >= SHOW_S:
                 shown = clock.monotonic()
@@ -392,7 +393,7 @@ class Slot:
                 self._failed(task, run, how="metric", reason=lacks)
         elif cause == DIVERGED:
             self._append(RESULT, task, rung=task.rung, step=ended[-1].get("end_step") or 0, value=None)
-        elif cause == UNSAVED:  # no trial can be saved now: the next command resumes this one
+        elif cause == UNSAVED:  # no trial can be saved at present; the next command resumes this one
             raise FileError(f"{run.path}: {reason}")
         elif status == ExitStatus.INTERRUPTED:
             if look(run).word == "withdrawn":
@@ -415,7 +416,7 @@ class Slot:
         def do(mine: Turn) -> None:
             trial = mine.journal.trials[task.trial]
             if entry in (RESULT, FAILED) and (task.repeat, task.rung) in trial.results:
-                return  # another slot took it over and was faster
+                return  # another slot has already taken it over
             mine.append(entry, trial=task.trial, repeat=task.repeat, **values)
 
         self._turn(do)
@@ -426,7 +427,7 @@ class Slot:
             clock.sleep(POLL_S)
 
     def _show(self, state: str, doing: str, run: RunDir | None = None) -> None:
-        """Update the status of the slot. Errors of the disk are ignored, because the next update follows soon."""
+        """Update the status of the slot. Disk errors are ignored, because the next update follows soon."""
         status = {}
         with suppress(OSError):
             found = files.read_object(run.status) if run else {}
@@ -437,10 +438,12 @@ class Slot:
 
 
 def check_results(job: Composed, metric: str) -> None:
-    """Refuse a run trained with other evaluations or another end, because its results cannot be compared.
+    """Raise an error if a run was trained with different evaluation or stopping settings.
+
+    Its results could not be compared with those of the other runs.
 
     Raises:
-        UserError: naming the settings.
+        UserError: the message names the settings.
     """
     run = RunDir(job.run_dir)
     if not run.newest_step():
@@ -456,7 +459,7 @@ def check_results(job: Composed, metric: str) -> None:
 
 
 def _reached(run: RunDir) -> int:
-    """Return the last step whose state was saved, even if the checkpoint has been removed."""
+    """Return the last step that was saved, even if its checkpoint has since been deleted."""
     saved = [int(line.get("end_step") or 0) for line in ended_attempts(run) if line["cause"] in (PAUSED, "finished")]
     return max(run.newest_step(), *saved, 0)
 

@@ -1,6 +1,6 @@
-"""Start the runs of a command: plan them, freeze their configs, launch them.
+"""Start the runs of a command: plan them, freeze their configs, and launch them.
 
-Nothing is written before every job of the command has been composed, checked and compared with its run directory.
+Nothing is written until every job of the command has been composed, checked and compared with its run directory.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from runner.training.job import LocalJob
 ATTEMPT = "runner.training.attempt:attempt"
 # How long the other ranks wait for rank 0 to freeze the config of this launch.
 RANK_TIMEOUT_S, RANK_POLL_S = 120.0, 0.05
-# How long to wait for another command that submits the same runs.
+# How long to wait for another command that is submitting the same runs.
 SUBMISSION_WAIT_S = 120.0
-# A dry run shows one model for each combination of these sections, at most so many.
+# A dry run shows one model for each combination of these sections, up to a maximum number.
 DECIDES_MODEL, MOST_MODELS = ("model", "optimizer", "optimizers", "strategy", "train"), 8
 
 
@@ -71,17 +71,17 @@ def start(arguments: Sequence[str]) -> int:
 
 
 def _may_search(options: argparse.Namespace, composer: Composer) -> bool:
-    """Return whether the options of a command may choose a search, which has to be checked then."""
+    """Return whether a command's options may select a search. If so, the caller must check."""
     named = [text.lstrip("+") for text in options.overrides]
     return composer.tree.config_name != CONFIG_NAME or any(text.startswith(("search", "experiment=")) for text in named)
 
 
 def freeze_run(job: Composed) -> None:
-    """Freeze the config of a run that this command trains in another process, unless it is already frozen.
+    """Freeze the config of a run that this command trains in a different process, unless it is already frozen.
 
     Raises:
-        LockedError: another process trains or submits it.
-        UserError: it cannot be used, or had other settings.
+        LockedError: another process is training or submitting the run.
+        UserError: the run directory cannot be used, or the run has different settings.
     """
     planned = plan_run(job, None, retry_failed=True)
     if planned.state == "live":
@@ -99,14 +99,14 @@ def freeze_run(job: Composed) -> None:
 
 
 def start_runs(jobs: Sequence[Composed], dry_run: bool = False) -> int:
-    """Start, resume or skip `jobs`, as the state of each run requires, and return the exit status.
+    """Start, resume or skip each job, depending on the state of its run, and return the exit status.
 
     Args:
         jobs: the runs of the command.
-        dry_run: only print the plan for each.
+        dry_run: whether to print the plan and start nothing.
 
     Raises:
-        UserError: one of them cannot start; then none was started and nothing was written.
+        UserError: a run cannot start. Then no run was started and nothing was written.
     """
     launcher = common_launcher(jobs)
     dry_run = dry_run or launcher.dry_run
@@ -117,7 +117,7 @@ def start_runs(jobs: Sequence[Composed], dry_run: bool = False) -> int:
         return _follow_rank_0(jobs[0])
     single = len(jobs) == 1 and launcher.in_process
     planned = plan_runs(jobs, launcher, single)
-    # After planning: finished and queued runs need neither a scheduler nor this machine.
+    # This follows the planning, because finished and queued runs need neither a scheduler nor this machine.
     starting = [run.job.run_dir for run in planned if run.starts]
     refuse(launcher.check(starting) if starting else [])
     is_new = len(planned) == 1 and planned[0].state == "new" and planned[0].job.config.fork.run is None
@@ -147,7 +147,7 @@ def _warn_of_idle_ranks(planned: Sequence[PlannedRun], launcher: Launcher) -> No
 
 
 def _warn_without_effect(jobs: Sequence[Composed]) -> None:
-    """Warn of settings that have no effect, and of jobs that will give the same results as another one."""
+    """Warn about settings that have no effect, and about jobs that will give the same results as another job."""
     lines = [line for job in jobs for line in (*without_effect(job.config), *_reversed(job.config))]
     named = [(" ".join(job.overrides) or job.run_dir.name, job.config, job.plain) for job in jobs]
     for line in dict.fromkeys([*lines, *same_results(named)]):
@@ -155,7 +155,7 @@ def _warn_without_effect(jobs: Sequence[Composed]) -> None:
 
 
 def _reversed(config: Config) -> Iterator[str]:
-    """Yield a warning for each metric whose lowest value is taken as the best although its name suggests otherwise."""
+    """Yield a warning for each metric whose name suggests that its `mode` should be reversed."""
     best, stops = config.checkpoint.best, config.early_stopping
     if config.checkpoint.keep_best:
         yield from against_its_name("checkpoint.best", best.metric, best.mode)
@@ -163,9 +163,9 @@ def _reversed(config: Config) -> Iterator[str]:
 
 
 def _warn_of_missing_data(jobs: Sequence[Composed]) -> None:
-    """Warn of source files that are missing on this machine.
+    """Warn about source files that are missing on this machine.
 
-    If the jobs' machines lack them too, all jobs will fail.
+    If they are missing on the jobs' machines too, all jobs will fail.
     """
     missing: dict[str, None] = {}
     for job in jobs:
@@ -181,11 +181,11 @@ def _warn_of_missing_data(jobs: Sequence[Composed]) -> None:
 def run_here(planned: PlannedRun) -> int:
     """Make an attempt of a run in this process, and return its exit status.
 
-    The run is checked again under its lease, because another command may have changed it.
+    The run is checked again after its lease is acquired, because another command may have changed it.
 
     Raises:
         LockedError: another process holds the lease.
-        StoppedError: a signal came while it was not known whether another process does.
+        StoppedError: a signal arrived before it was known whether another process holds the lease.
         UserError: the run directory cannot be used, or the config does not fit it.
     """
     job, run = planned.job, RunDir(planned.job.run_dir)
@@ -206,10 +206,10 @@ def run_here(planned: PlannedRun) -> int:
 
 
 def _make(run_dir: Path) -> None:
-    """Create the directory of a new run, which may already exist.
+    """Create the directory of a new run if it does not exist.
 
     Raises:
-        UserError: the file system refuses.
+        UserError: the directory cannot be created.
     """
     try:
         files.make_dirs(run_dir, files.OWNED)
@@ -218,14 +218,14 @@ def _make(run_dir: Path) -> None:
 
 
 def _run_under(lease: Lease, before: PlannedRun) -> int:
-    """Continue `run_here` with the lease of the run, which was planned as `before`."""
+    """Continue `run_here` after its lease is acquired. `before` is the plan made without the lease."""
     job, run = before.job, RunDir(before.job.run_dir)
     try:
         planned = plan_run(job, None, retry_failed=True, held=True)
     except OSError as error:
         raise UserError(unusable(run.path, "read", error)) from None
     _refuse_gone([before], [planned])
-    lease.check_fence()  # after planning, which may have read a newer attempt's records
+    lease.check_fence()  # checked after planning, because the plan may have used records of a newer attempt
     if planned.notes or not planned.starts:
         _show([planned])
     if not planned.starts:
@@ -239,22 +239,22 @@ def _run_under(lease: Lease, before: PlannedRun) -> int:
 
 
 def _refuse_gone(before: Sequence[PlannedRun], now: Sequence[PlannedRun]) -> None:
-    """Refuse to begin a run anew that existed when this command first planned it.
+    """Raise an error if a run existed when it was first planned but is gone now. It must not be started as a new run.
 
     Raises:
-        UserError: `runner mv` or `rm` was faster.
+        UserError: `runner mv` or `rm` moved or removed the run.
     """
     gone = [new.job.run_dir for old, new in zip(before, now, strict=True) if old.state != "new" and new.state == "new"]
     refuse([f"{shown(path)} was moved or removed meanwhile: rerun the command to begin it anew" for path in gone])
 
 
 def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) -> int:
-    """Start the planned runs in other processes, follow them if the launcher waits, and return the exit status.
+    """Start the planned runs in other processes. If the launcher waits, follow them. Return the exit status.
 
     Args:
         planned: the plan for each run.
-        launcher: of all of them.
-        single: it is one run on this machine.
+        launcher: the launcher for all runs.
+        single: whether there is one run on this machine.
     """
     new, jobs = [run.job for run in planned if run.state == "new"], [run.job for run in planned if run.starts]
     missing = _missing_dirs(RunDir(job.run_dir).submission for job in new)
@@ -264,7 +264,7 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
             _make(job.run_dir)
         with ExitStack() as held:
             held.enter_context(_submitting(jobs, guards))
-            # Another shell may have submitted them while this command waited.
+            # Another shell may have submitted the runs while this command waited.
             again = {run.job.run_dir: run for run in plan_runs(jobs, launcher, single)}
             before, planned = planned, [again.get(run.job.run_dir, run) for run in planned]
             _refuse_gone(before, planned)
@@ -272,7 +272,7 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
             jobs = [run.job for run in planned if run.starts]
             _freeze(jobs, guards)
             if launcher.in_process:
-                held.close()  # `launch` may last until the runs are over, and each run acquires its lease
+                held.close()  # `launch` may last until the runs are over, and each run has to acquire its own lease
             started = int(ExitStatus.FINISHED)
             started = _launch(launcher, [job.run_dir for job in jobs], guards)
     finally:
@@ -283,17 +283,17 @@ def _start_all(planned: Sequence[PlannedRun], launcher: Launcher, single: bool) 
 
 
 def _missing_dirs(folders: Iterable[Path]) -> set[Path]:
-    """Return which of these directories and their parents do not exist."""
+    """Return the directories in `folders`, and their parents, that do not exist."""
     return {each for folder in folders for each in (folder, *folder.parents) if not files.exists(each)}
 
 
 def _discard(jobs: Iterable[Composed], missing: set[Path], attempts: int = 0) -> None:
-    """Remove the directories of new runs that were refused, unless they have been used since.
+    """Remove the directories of new runs that were rejected, unless another process has used them since.
 
     Args:
-        jobs: the runs; this command holds none of their leases any more.
+        jobs: the runs. This command no longer holds any of their leases.
         missing: the directories that did not exist before this command.
-        attempts: how often it has held the lease of each, to train it.
+        attempts: how many times this command has held the lease of each run for training.
     """
     for job in jobs:
         begin = job.config.fork.step or 0
@@ -301,7 +301,7 @@ def _discard(jobs: Iterable[Composed], missing: set[Path], attempts: int = 0) ->
             continue
         try:
             with custody(RunDir(job.run_dir)) as held:
-                others = held.lease.fence > attempts + 1  # `custody` adds one
+                others = held.lease.fence > attempts + 1  # acquiring `custody` adds one
                 if others or files.exists(held.run.job) or max(last_step(held.run), held.run.newest_step()) > begin:
                     continue
                 aside = remove(held)
@@ -312,25 +312,25 @@ def _discard(jobs: Iterable[Composed], missing: set[Path], attempts: int = 0) ->
         except FileError:
             tell(f"warning: {shown(aside)}, of the refused run, cannot be removed: remove it by hand")
     for folder in sorted(missing, reverse=True):
-        with suppress(OSError):  # it is gone, or not empty
+        with suppress(OSError):  # the directory is gone or not empty
             files.remove_dir(folder)
 
 
 @contextmanager
 def _submitting(jobs: Sequence[Composed], guards: dict[Path, files.Guard]) -> Iterator[None]:
-    """Acquire the exclusive right to freeze and submit these runs, until their job ids are recorded.
+    """Acquire the exclusive right to freeze and submit these runs, and hold it until their job ids are recorded.
 
     Args:
-        jobs: the runs.
-        guards: receives the right to write config.yaml, code.json and job.json, by run directory.
+        jobs: the runs to submit.
+        guards: an output. It receives a guard for writing config.yaml, code.json and job.json, by run directory.
 
     Raises:
-        LockedError: another command is submitting one of them, and does not finish.
-        RunDirError: one of them was moved or removed.
+        LockedError: another command is submitting one of the runs and does not finish.
+        RunDirError: one of the runs was moved or removed.
         UserError: a run directory cannot be written.
     """
     with Heart() as heart, ExitStack() as held:
-        # Sorted, so that two sweeps that share runs cannot wait for each other.
+        # Sorted, so that two sweeps with common runs cannot deadlock.
         for job in counted(sorted(jobs, key=lambda job: job.run_dir), "creating run directories"):
             lease = held.enter_context(
                 Lease.acquire(
@@ -357,21 +357,21 @@ def _show(planned: Sequence[PlannedRun]) -> None:
 
 
 def _status(planned: Sequence[PlannedRun]) -> int:
-    """Return the exit status, assuming that every planned start succeeds."""
+    """Return the exit status, assuming that every planned run starts successfully."""
     if any(run.state in ("failed", "unusable") for run in planned):
         return int(ExitStatus.FAILED)
     return int(ExitStatus.USAGE if any(run.refused for run in planned) else ExitStatus.FINISHED)
 
 
 def _freeze(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard]) -> None:
-    """Write config.yaml and code.json of every job. A branch first gets its checkpoint and records from its trunk.
+    """Write config.yaml and code.json for every job. A branch first gets its checkpoint and records from its trunk.
 
     Args:
-        jobs: the runs.
-        guards: the right to change each.
+        jobs: the runs to freeze.
+        guards: the right to write to each run directory.
 
     Raises:
-        UserError: the file system refuses, or the checkpoint that a branch begins with was deleted.
+        UserError: a file cannot be written, or the checkpoint that a branch starts from was deleted.
         SupersededError: another process has taken over one of the runs.
     """
     code, sources = provenance.describe_code(), Sources()
@@ -379,7 +379,7 @@ def _freeze(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard]) -> Non
         run = RunDir(job.run_dir)
         try:
             guard = guards[job.run_dir]
-            guard.check()  # writes nothing if the run was moved or removed
+            guard.check()  # nothing is written if the run was moved or removed
             changes = provenance.code_changes(run.path, code, sources)
             for change in changes:
                 say(f"  the code has changed since this run last started: {change}")
@@ -387,14 +387,14 @@ def _freeze(jobs: Sequence[Composed], guards: Mapping[Path, files.Guard]) -> Non
             edit = Changes.of(job).edit(run.newest_step()) if files.exists(run.config) else None
             described = {**code, **provenance.describe_sources(job.plain, sources), "changes": changes}
             provenance.write_code(run.code, described, job.overrides, guard, edit, job.text)
-            # Last, because a directory with a config is a run.
+            # Written last, because a directory with a config is a run.
             files.write_atomic(run.config, job.text, guard=guard)
         except OSError as error:
             raise UserError(unusable(run.path, "written", error)) from None
 
 
 def _show_code_changes(jobs: Sequence[Composed]) -> None:
-    """Print how the code differs from the code that existing runs last started with."""
+    """Print how the code has changed since each existing run was last started."""
     code, sources = provenance.describe_code() if jobs else {}, Sources()
     for job in jobs:
         for change in provenance.code_changes(job.run_dir, code, sources):
@@ -402,7 +402,7 @@ def _show_code_changes(jobs: Sequence[Composed]) -> None:
 
 
 def _show_models(jobs: Sequence[Composed], launcher: Launcher) -> None:
-    """Print the models that the first jobs train. Most sweeps have only one."""
+    """Print the models of the first jobs. Most sweeps have only one model."""
     settings = {canonical([job.plain[key] for key in DECIDES_MODEL]): job for job in reversed(jobs)}
     several, seen = [*reversed(settings.values())], set()
     for job in several[:MOST_MODELS]:
@@ -420,7 +420,7 @@ def _show_models(jobs: Sequence[Composed], launcher: Launcher) -> None:
 
 
 def _begin_branch(job: Composed, run: RunDir, guard: files.Guard) -> None:
-    """Take over the checkpoint and the records of the trunk for a branch that has no checkpoint."""
+    """Copy the trunk's checkpoint and records to a branch that has no checkpoint yet."""
     fork = job.config.fork
     if fork.run is not None and fork.step is not None and not run.newest_step():
         from runner.checkpoint.files.store import Fence
@@ -435,14 +435,14 @@ def _launch(launcher: Launcher, run_dirs: list[Path], guards: Mapping[Path, file
     if STOP:
         print(f"interrupted ({STOP.name}): nothing was started", file=sys.stderr)
         return int(ExitStatus.INTERRUPTED)
-    STOP.uninstall()  # the runs are in other processes: from here on a signal concerns only this command
+    STOP.uninstall()  # the runs are in other processes, so from now on a signal affects only this command
     return launcher.launch(run_dirs, ATTEMPT, [guards[run_dir] for run_dir in run_dirs])
 
 
 def _follow_rank_0(job: Composed) -> int:
-    """Wait until rank 0 has frozen this very config, and then make the attempt.
+    """Wait until rank 0 has frozen exactly this config, and then make the attempt.
 
-    Under torchrun rank 0 alone decides and writes.
+    Under torchrun, only rank 0 decides and writes.
     """
     run = RunDir(job.run_dir)
     deadline = clock.monotonic() + RANK_TIMEOUT_S
@@ -450,7 +450,7 @@ def _follow_rank_0(job: Composed) -> int:
         return int(ExitStatus.FINISHED)
     text = job.text.encode()
     while not (files.exists(run.config) and files.read_regular(run.config) == text):
-        if STOP:  # rank 0 has ended and reported why: torchrun then stops the others
+        if STOP:  # rank 0 has ended and reported why; torchrun then stops the other ranks
             return int(ExitStatus.INTERRUPTED)
         if clock.monotonic() > deadline:
             raise UserError(f"rank 0 did not freeze {run.config} within {RANK_TIMEOUT_S:g} s: see the output of rank 0")
