@@ -1,4 +1,4 @@
-"""runner: a Hydra-configured experiment runner for training that may be killed at any moment."""
+"""A Hydra-configured runner for training experiments that may be killed at any moment."""
 
 from __future__ import annotations
 

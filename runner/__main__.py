@@ -23,7 +23,7 @@ from runner.system.terminal import flush_output, outlive_terminal
 HELP = ("-h", "--help")
 # Flags that print and start nothing. Ctrl-C may end these commands immediately.
 PRINTS = ("--hydra-help", "--version", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion")
-# Flags that take the next word as their value.
+# Flags whose value is the next word.
 TAKES_VALUE = ("-c", "--cfg", "-i", "--info", "-p", "--package", "-cd", "--config-dir", "-cn", "--config-name")
 
 

@@ -268,7 +268,7 @@ def train(*overrides: str, config_dir: str | os.PathLike[str] | None = None) -> 
         ...     runner.train("experiment=smoke", "train.steps=20", f"seed={seed}")
 
     Args:
-        overrides: as on the command line.
+        overrides: as on the command line, such as `"data=mixture"` or `"train.steps=100"`.
         config_dir: an additional directory with config groups and experiments.
 
     Raises:
@@ -303,7 +303,7 @@ def _carried_out(command: Sequence[str]) -> tuple[int, list[str]]:
     """Run a command and wait for it to end. If this process dies first, the command is ended too.
 
     Returns:
-        The exit status of the command, and the lines that it wrote to standard error.
+        The exit status, and the lines that the command wrote to standard error.
     """
     paths = [os.path.abspath(path) for path in sys.path]
     variables = {**processes.environment, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
@@ -325,7 +325,7 @@ def _followed(process: processes.Process[str]) -> tuple[int, list[str]]:
     """Copy the output of a process until it ends, and forward Ctrl-C to it.
 
     Raises:
-        KeyboardInterrupt: the user pressed Ctrl-C; the process has ended.
+        KeyboardInterrupt: the user pressed Ctrl-C, and the process has ended.
     """
     said: list[str] = []
     assert process.stdout is not None

@@ -114,7 +114,7 @@ def check(values: Mapping[str, float | None]) -> None:
     """Check the arguments of a class, passed by config key.
 
     Raises:
-        UserError: a value is out of its range.
+        UserError: at least one value is out of its range.
     """
     for key, value in values.items():
         if line := error(key, value):

@@ -58,7 +58,7 @@ class Finding:
         ...     finding = Finding("ok", f"{free_gb:.0f} GB are free")
     """
 
-    level: str  # ok | warning | error
+    level: str  # ok, warning or error
     text: str
     remedy: str | None = None
 
@@ -199,7 +199,7 @@ class Job(Protocol):
     """The number of time limits in a row without a new checkpoint that stop the run. If None, each is a failure."""
 
     early_signal: int | None
-    """A signal that arrived before the attempt installed its handlers."""
+    """A signal that arrived before the attempt had installed its handlers."""
 
     def identity(self) -> dict[str, Any]:
         """Return `job_id`, `restart_count`, `host` and `node`, or `nodes` if there are several.

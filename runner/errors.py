@@ -33,7 +33,7 @@ class ExitStatus(IntEnum):
     FINISHED = 0
     FAILED = 1  # the training itself failed, e.g. with a non-finite loss or a bug in the model
     USAGE = 2  # an error in the command, the config or the data, found before training
-    CRASH_LOOP = 70  # restarted too often without progress
+    CRASH_LOOP = 70  # restarted too many times without progress
     LOCKED = 73  # another process uses this run directory
     SUPERSEDED = 74  # a newer attempt holds the lease; this attempt stopped writing
     INTERRUPTED = 75  # stopped by a signal, or a job may not have been accepted: rerun the command
@@ -158,13 +158,13 @@ class PeerError(UserError):
 
 
 class CrashLoopError(UserError):
-    """The run was restarted too often without progress."""
+    """The run was restarted too many times without progress."""
 
     status = ExitStatus.CRASH_LOOP
 
 
 class TimeoutsError(UserError):
-    """The run reached its time limit too often without progress."""
+    """The run reached its time limit too many times without progress."""
 
     status = ExitStatus.FAILED
 

@@ -77,7 +77,7 @@ def _ranks(run: RunDir) -> set[int]:
 
 
 def compare_metrics(reference: list[Any], other: list[Any], found: Comparison) -> None:
-    """Compare records in order, and add the first difference to `found`."""
+    """Compare two lists of records in order, and add the first difference to `found`."""
     for mine, theirs in itertools.zip_longest(reference, other):
         difference = _record_difference(mine, theirs)
         if difference is not None:

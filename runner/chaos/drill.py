@@ -31,7 +31,7 @@ class Drill:
     """
 
     root: Path
-    make_target: Callable[[Path, Path], Target]  # (run directory, log file) -> target
+    make_target: Callable[[Path, Path], Target]  # creates the target from (run directory, log file)
     display: Display
     steps: int
     save_every: int
@@ -94,7 +94,7 @@ class Drill:
         """Train the reference run to its end without faults.
 
         Raises:
-            UserError: the configuration fails without faults.
+            UserError: the run fails even without faults.
         """
         with self._staged(self.root / name) as stage:
             stage.ensure_running()
@@ -111,7 +111,7 @@ class Drill:
         """Inject the remaining faults in as many runs as needed, and let each run finish.
 
         Raises:
-            BrokenError: a run ended unexpectedly, or hangs.
+            BrokenError: a run ended unexpectedly or hangs.
         """
         number, futile = max(len(self.killed()), 1), 0
         while futile < FUTILE_RUNS:
@@ -138,7 +138,7 @@ class Drill:
             stage.finish()
 
     def _inject(self, stage: Stage, fault: PlannedFault) -> Outcome:
-        """Inject one fault and return its outcome.
+        """Inject one fault into the run and return the outcome.
 
         Raises:
             TooLateError: the run finished before the fault could be injected.

@@ -24,7 +24,7 @@ SMALLEST_LIMIT = 8192  # writes up to this file size in bytes always succeed, wh
 
 
 class Fault(ABC):
-    """One kind of fault.
+    """A kind of fault.
 
     Attributes:
         name: the name used in `--faults` and the report.
@@ -53,7 +53,7 @@ class Fault(ABC):
         """Inject the fault and describe how the run reacted.
 
         Raises:
-            TooLateError: the run finished first.
+            TooLateError: the run finished before the fault could be injected.
             UnansweredError: the run did not react as the fault requires.
         """
 
@@ -68,7 +68,7 @@ def kind(cls: type[Fault]) -> type[Fault]:
 
 
 class StopSignal(Fault):
-    """A signal that asks the run to stop."""
+    """A fault that asks the run to stop with a signal."""
 
     signum: ClassVar[signal.Signals]
     requires = "saves, exits with status 75, loses no step"
@@ -118,7 +118,7 @@ class Sigusr2(StopSignal):
 
 @kind
 class Requeue(StopSignal):
-    """A requeue by an administrator, or by Slurm if a preemption has no grace time."""
+    """Requeue the job, as an administrator does, or as Slurm does for a preemption without grace time."""
 
     name, about = "requeue", "scontrol requeue: the job is requeued at once"
     triggers = ("step", "evaluation")
@@ -130,7 +130,7 @@ class Requeue(StopSignal):
 
 @kind
 class Cancel(StopSignal):
-    """A cancellation by the user; rerunning the command submits the run again."""
+    """Cancel the job, as its user does. Rerunning the command then submits the run again."""
 
     name, about = "cancel", "scancel: the job is cancelled"
     triggers = ("step", "evaluation")

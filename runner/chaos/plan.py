@@ -62,7 +62,7 @@ def make_plan(triggers: Mapping[str, Sequence[str]], count: int, steps: int, see
         triggers: the possible triggers of each kind of fault, by kind.
         count: the number of faults.
         steps: the length of the run.
-        seed: the same seed gives the same plan.
+        seed: the seed of the plan. The same seed gives the same plan.
     """
     draw = random.Random(f"plan {seed}")
     kinds = list(triggers)
@@ -81,7 +81,7 @@ def replan(left: Sequence[PlannedFault], steps: int, seed: int, round_number: in
     Args:
         left: the faults that were not injected.
         steps: the length of the run.
-        seed: the same seed gives the same plan.
+        seed: the seed of the plan. The same seed gives the same plan.
         round_number: how many times the faults have been replanned; each time they are injected earlier.
     """
     draw = random.Random(f"plan {seed} again {round_number}")

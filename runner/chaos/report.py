@@ -1,4 +1,4 @@
-"""Report the result of a drill: a table on the terminal, and a report in HTML or JSON."""
+"""Report the result of a drill as a table on the terminal, and as a file in HTML or JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POINTS = 1000  # the maximum number of points of a curve
 
 @dataclass
 class Result:
-    """All findings of a drill."""
+    """The result of a drill."""
 
     command: str
     config: str  # the run's readable name
@@ -87,7 +87,7 @@ class Result:
         return [first, *lines]
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
+        """Return the result as plain values for JSON."""
         return {
             "verdict": "identical"
             if self.good

@@ -78,7 +78,7 @@ class Stage:
         """Wait until a fault's trigger is true, and freeze the run at that moment if possible.
 
         Raises:
-            TooLateError: the run finished first.
+            TooLateError: the run finished before the trigger was true.
             BrokenError: the run ended unexpectedly, or hangs.
         """
         self.ensure_running()
@@ -99,8 +99,8 @@ class Stage:
         """Wait until `condition` is true.
 
         Raises:
-            TooLateError: the run finished first.
-            BrokenError: the attempt ended first, or hangs.
+            TooLateError: the run finished before the condition was true.
+            BrokenError: the attempt ended before the condition was true, or hangs.
         """
         status = self.wait_for_or_end(condition)
         if status == 0:
@@ -112,7 +112,7 @@ class Stage:
         """Wait until `condition` is true or the attempt ends.
 
         Returns:
-            None if `condition` is true, else the exit status of the attempt.
+            None if `condition` became true, else the exit status of the attempt.
         """
         for _ in self._poll():
             # The status is read first, so that the attempt's last actions are seen by the condition.
@@ -186,7 +186,7 @@ class Stage:
         return step, attempt.get("attempt") if self.target.owns(attempt) else None
 
     def finish(self) -> None:
-        """Let the run finish.
+        """Wait until the run has finished. Start attempts if needed.
 
         Raises:
             BrokenError: the run does not finish.
@@ -198,7 +198,7 @@ class Stage:
             raise BrokenError(f"the run ended by itself with status {status}\n{self.target.tail()}")
 
     def stop(self) -> None:
-        """End every process that is still running."""
+        """Stop every process that is still running."""
         for target in self.targets:
             target.stop()
 
@@ -232,12 +232,12 @@ def start(stage: Stage, planned: PlannedFault) -> bool:
 
 
 def step(stage: Stage, planned: PlannedFault) -> bool:
-    """Trigger during a step."""
+    """Trigger while a training step is in progress."""
     return stage.watch.step() >= planned.step and stage.made_steps()
 
 
 def evaluation(stage: Stage, planned: PlannedFault) -> bool:
-    """Trigger during an evaluation."""
+    """Trigger while an evaluation is in progress."""
     return stage.watch.evaluating(stage.eval_every) and step(stage, planned)
 
 
@@ -252,18 +252,18 @@ def rename(stage: Stage, planned: PlannedFault) -> bool:
 
 
 def after_a_save(stage: Stage, planned: PlannedFault) -> bool:
-    """Trigger during a step, once the attempt has saved."""
+    """Trigger during a step, after the attempt has saved a checkpoint."""
     saved = stage.run.newest_step()
     return step(stage, planned) and saved > int(stage.watch.attempt().get("start_step") or 0)
 
 
 def two_checkpoints(stage: Stage, planned: PlannedFault) -> bool:
-    """Trigger during a step, with two checkpoints on disk."""
+    """Trigger during a step while two checkpoints are on disk."""
     return step(stage, planned) and len(stage.run.checkpoint_steps()) >= 2
 
 
 def room_left(stage: Stage, planned: PlannedFault) -> bool:
-    """Trigger during a step, with a checkpoint on disk and enough steps left for two more saves."""
+    """Trigger during a step, if a checkpoint is on disk and enough steps are left for two more saves."""
     early = stage.watch.step() <= stage.steps - 2 * stage.save_every
     return early and step(stage, planned) and bool(stage.run.checkpoint_steps())
 

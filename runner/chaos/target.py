@@ -48,7 +48,7 @@ class Target(Protocol):
         """Pause the attempt where it is, if possible. Return False if it has already ended."""
 
     def unfreeze(self) -> None:
-        """Let the attempt continue."""
+        """Let a paused attempt continue."""
 
     def limit_files(self, size: int | None) -> None:
         """Let writes beyond `size` bytes of a file fail. None removes the limit."""
@@ -79,7 +79,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 class LocalTarget:
-    """Attempts as processes on this machine, one process or process group each.
+    """Attempts of a run as processes on this machine.
 
     With one rank, the command itself trains. With several ranks, it starts one process per rank and waits for them.
     Faults are injected into all of these processes.
@@ -213,7 +213,7 @@ class LocalTarget:
             self.unfreeze()
             if self.wait(STOPPING_S) is None:
                 self.kill()
-        except KeyboardInterrupt:  # a second Ctrl-C: do not wait for the save
+        except KeyboardInterrupt:  # on a second Ctrl-C, do not wait for the save
             self.kill()
             raise
 

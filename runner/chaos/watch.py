@@ -66,7 +66,7 @@ class Watch:
         return [path for path in self.saves() if os.path.exists(path / "manifest.json")]
 
     def warnings(self) -> list[str]:
-        """Return the errors that this attempt has survived and reported."""
+        """Return the errors that this attempt has reported and survived."""
         return list(files.read_object(self.run.status).get("warnings") or [])
 
 

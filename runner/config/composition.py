@@ -84,7 +84,7 @@ class Composer:
             base: the directory to resolve relative paths against; the current directory by default.
 
         Raises:
-            UserError: all errors of the config, one per line.
+            UserError: the config has errors, listed one per line.
         """
         base, given = Path.cwd() if base is None else base, tuple(overrides)
         fork = fork_of(overrides, base)

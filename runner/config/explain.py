@@ -78,7 +78,7 @@ def unused_in_files(changes: Mapping[str, Any]) -> list[str]:
     """Return one line for each Hydra setting in the config files, because these settings have no effect.
 
     Args:
-        changes: the settings, as `ConfigTree.hydra_changes` returns them.
+        changes: the settings, as returned by `ConfigTree.hydra_changes`.
     """
     shown = {key: value.name if isinstance(value, Enum) else as_text(value) for key, value in changes.items()}
     return [f"{key}={value} in a config file has no effect here: {_replaced(key)}" for key, value in shown.items()]

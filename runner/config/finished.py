@@ -25,7 +25,7 @@ def has_finished(run: RunDir, config: Config, finish: Finish | None = None) -> b
         finish: the completion mark of the run. If None, it is read from the run directory.
 
     Raises:
-        OSError: the records cannot be read.
+        OSError: the run's records cannot be read.
     """
     finish = Finish.of(run) if finish is None else finish
     if finish.covers(config.known_steps, config.train.epochs):

@@ -1,4 +1,4 @@
-"""Collect the labels of runs: tags, notes, and the settings in which runs differ."""
+"""Collect the labels of runs: tags, notes, and the settings that differ between runs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def short_names(keys: Sequence[str], taken: Collection[str]) -> dict[str, str]:
 
     Args:
         keys: the dotted keys of the settings.
-        taken: names that are already used.
+        taken: names that are already used and must be avoided.
     """
     found = {}
     for key in keys:

@@ -32,7 +32,7 @@ class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mis
     """Read YAML as OmegaConf does: 1e-3 is a number, a date is a string, and duplicate keys are errors."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Construct a dictionary; PyYAML calls this.
+        """Construct a dictionary. PyYAML calls this.
 
         Raises:
             ConstructorError: a key occurs twice.
@@ -170,7 +170,7 @@ def escaped(node: Any) -> Any:
 
 
 def _unescaped(node: Any) -> Any:
-    """Undo `escaped`."""
+    """Reverse the effect of `escaped`."""
     return _rewritten(node, lambda text: re.sub(r"((?:\\\\)*)\\\$\{", lambda m: m[1][::2] + "${", text))
 
 

@@ -39,7 +39,7 @@ MEANS = re.compile(r"[\w\[\]{}-]+: ")
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting, as `runner show --settings` lists it.
+    """A setting, as listed by `runner show --settings`.
 
     Attributes:
         key: the dotted key. `NAME` in it stands for a name that you choose.
@@ -105,7 +105,7 @@ def _all() -> tuple[Setting, ...]:
 
 
 def _group(name: str, options: list[str], primary: _File) -> Setting:
-    """Return the setting that chooses an option of a config group."""
+    """Return the setting that selects an option of a config group."""
     about, default = primary.comments[name].partition(":")[0], as_text(primary.values[name])
     return Setting(name, "option of a group", default, ", ".join(options), "as the settings in it", _sentence(about))
 

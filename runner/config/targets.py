@@ -61,7 +61,7 @@ def instantiate(key: str, node: dict[str, Any], *arguments: Any, **more: Any) ->
     except (ValueError, OSError, MemoryError) as error:
         raise UserError(f"{key} ({target}): {error or 'not enough memory'}") from error
     except RuntimeError as error:
-        # For shipped classes, torch alone raises other errors, e.g. if memory is too small.
+        # A RuntimeError of a shipped class comes from torch, e.g. because memory is too small.
         if not str(target).startswith("runner."):
             raise
         raise UserError(f"{key} ({target}): {next(iter(str(error).splitlines()), type(error).__name__)}") from error

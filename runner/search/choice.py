@@ -14,7 +14,7 @@ def best_run(path: Path) -> RunDir:
     """Return the run with the first seed of the best trial so far.
 
     Raises:
-        UserError: no trial has a result yet, or the directory is malformed.
+        UserError: no trial has a result yet, or the search directory is malformed.
     """
     search = SearchDir(path)
     rules = Record.read(search).rules

@@ -1,10 +1,10 @@
 """Read and write the directory of a search: its rules, journal and slots. Its runs are in the same parent folder.
 
-outputs/NAME/search.json      the rules, and the config that every trial begins with
-outputs/NAME/journal.jsonl    see `runner.search.journal`; the holder of the lease replaces the whole file
-outputs/NAME/code.json        the code at the last command, as in a run
-outputs/NAME/lease/           held for the moment of a decision
-outputs/NAME/slots/slot-0/    a directory with a lease, a job and logs, as a run has them, for each slot
+outputs/NAME/search.json      the rules, and the base config of all trials
+outputs/NAME/journal.jsonl    see `runner.search.journal`; only the holder of the lease replaces this file
+outputs/NAME/code.json        the identity of the code at the last command, as in a run
+outputs/NAME/lease/           the lease, held only while a process decides
+outputs/NAME/slots/slot-0/    one directory per slot, with a lease, a job and logs like those of a run
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Record:
 
     Attributes:
         rules: the rules of the search; they never change.
-        config: the starting point of the trials, for `runner.config.template`.
+        config: the base config of the trials, as JSON values for `runner.config.template`.
         digest: the identity of a trial without its point. If it changes, the trials become different runs.
         directory: the working directory of the command.
         keep: the number of checkpoints that a paused trial keeps.
@@ -120,8 +120,8 @@ class Record:
         """Read search.json.
 
         Raises:
-            RunDirError: it is missing or malformed.
-            OSError: it cannot be read.
+            RunDirError: the file is missing or malformed.
+            OSError: the file cannot be read.
         """
         found = files.read_object(search.record)
         if not found and not files.exists(search.record):
@@ -139,8 +139,8 @@ def read_journal(search: SearchDir, repeats: int) -> Journal:
     """Read the journal of a search.
 
     Raises:
-        RunDirError: it is malformed.
-        OSError: it cannot be read.
+        RunDirError: the journal is malformed.
+        OSError: the journal cannot be read.
     """
     try:
         text = files.read_regular(search.journal).decode()
@@ -184,7 +184,7 @@ def turn(search: SearchDir, record: Record, holder: Mapping[str, Any] | None = N
     """Acquire the lease of a search and read its journal. When the block ends, write the entries that were added in it.
 
     Args:
-        search: the search.
+        search: the search to decide for.
         record: the content of its search.json.
         holder: the identity of this process's job, for the lease.
 

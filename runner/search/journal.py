@@ -1,15 +1,15 @@
 """Read and write the journal of a search: its decisions and results, in the order they were written.
 
-    {"entry": "settings", "trials": 27, "rungs": [100, 300, 900]}        by a command; `null`: the end of the run
+    {"entry": "settings", "trials": 27, "rungs": [100, 300, 900]}        by a command; `null` means the end of the run
     {"entry": "start", "trial": 0, "values": {"optimizer.lr": "0.003"}, "repeat": 0, "slot": 0, "fence": 1}
     {"entry": "promote", "trial": 0, "rung": 1, "repeat": 0, "slot": 0, "fence": 1}
     {"entry": "take", "trial": 0, "repeat": 1, "step": 70, "slot": 1, "fence": 4}   a repeat that no live slot trains
-    {"entry": "run", "trial": 0, "repeat": 0, "run": "NAME"}             in the same folder as the search
-    {"entry": "result", "trial": 0, "repeat": 0, "rung": 0, "step": 100, "value": 2.3}     `null`: diverged
-    {"entry": "failed", "trial": 0, "repeat": 0, "step": 70, "how": "crash", "reason": "..."}   `killed`, `error`
+    {"entry": "run", "trial": 0, "repeat": 0, "run": "NAME"}             its directory, next to the search
+    {"entry": "result", "trial": 0, "repeat": 0, "rung": 0, "step": 100, "value": 2.3}     `null` if diverged
+    {"entry": "failed", "trial": 0, "repeat": 0, "step": 70, "how": "crash", "reason": "..."}   or `killed`, `error`
     {"entry": "withdrawn", "trial": 0}
-    {"entry": "retry", "trial": 0}                                       by a command: a failed or withdrawn trial
-    {"entry": "wait" | "done", "slot": 0, "fence": 1}                    nothing to train for now, or ever again
+    {"entry": "retry", "trial": 0}                                       by a command, for a failed or withdrawn trial
+    {"entry": "wait" | "done", "slot": 0, "fence": 1}                    nothing to train at present, or ever again
 
 These lines and search.json determine the complete state of a search. Imports neither torch nor numpy.
 """
@@ -66,9 +66,9 @@ class Trial:
         rung: the highest rung that the trial was started for or promoted to.
         runs: the name of the run of each repeat, relative to the search's parent folder.
         results: the result for each repeat and rung.
-        claims: the slot that trains each repeat.
+        claims: the slot that currently trains each repeat.
         failed: why the trial is not trained any further; None if it has not failed.
-        withdrawn: whether a user has withdrawn it.
+        withdrawn: whether a user has withdrawn the trial.
         retried: whether a user has requested the trial again after that.
     """
 

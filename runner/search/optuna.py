@@ -53,7 +53,7 @@ def write_study(rules: Rules, journal: Journal, name: str, path: Path) -> None:
     """Write a study file for optuna-dashboard, replacing any earlier file.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: the study file cannot be written.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if files.exists(path):

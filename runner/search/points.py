@@ -29,7 +29,7 @@ def pairs(point: Mapping[str, str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Dimension:
-    """The range of one setting: a list of values, or an interval of numbers.
+    """The range of one setting, either a list of values or an interval of numbers.
 
     Attributes:
         key: the dotted key of the setting, or the name of a config group.
@@ -57,7 +57,7 @@ class Dimension:
         return self.high - self.low + 1 if self.whole else math.inf if self.low < self.high else 1
 
     def at(self, share: float) -> str:
-        """Return the value at the fraction `share` of the dimension, 0 <= share < 1."""
+        """Return the value at the fraction `share` of the range, where 0 <= share < 1."""
         if self.values:
             return self.values[int(share * len(self.values))]
         if self.whole:
@@ -98,7 +98,7 @@ class Space:
 
     @cached_property
     def size(self) -> float:
-        """Return the number of points."""
+        """Return the number of points, which may be infinite."""
         return math.prod(each.size for each in self.dimensions)
 
     def grid(self) -> Iterator[Point]:

@@ -36,7 +36,7 @@ class Rules:
     """The rules in search.json. Together with the journal they determine every decision, and they never change.
 
     Attributes:
-        maximize: whether high values are good.
+        maximize: whether high values of the metric are good.
     """
 
     algorithm: Algorithm

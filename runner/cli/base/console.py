@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
         """Raise an error for wrong arguments. argparse calls this.
 
         Raises:
-            UserError: always.
+            UserError: this method always raises.
         """
         raise UserError(f"{message}; see {self.prog} --help")
 
@@ -170,7 +170,7 @@ class Lines:
         self._rows = [[printable(cell) for cell in row] for row in rows]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Segment]:
-        """Render the table; rich calls this."""
+        """Render the table. rich calls this."""
         from rich.cells import cell_len
         from rich.segment import Segment
 

@@ -56,7 +56,7 @@ def common_launcher(jobs: Sequence[Composed]) -> Launcher:
 
 
 def rank_count_errors(ranks: RankCounts, config: Config) -> list[str]:
-    """Return why a run cannot keep its batches on each of these numbers of ranks. Return an empty list if it can."""
+    """Return why some of these numbers of ranks cannot train with the same batches; empty if all of them can."""
     option, train, sampler = ranks.option, config.train, config.sampler.kind
     whole, micro = train.global_batch_size, train.batch_size
     errors = []

@@ -14,7 +14,7 @@ def show(arguments: Sequence[str]) -> int:
     """Print the output of the flags and return the exit status.
 
     Raises:
-        UserError: the flags cannot be combined, or the config cannot be composed.
+        UserError: the flags cannot be combined, or the overrides cannot be composed.
     """
     options = parse(arguments)
     if options.multirun:

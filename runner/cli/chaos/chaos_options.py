@@ -164,7 +164,7 @@ def required_settings(config: Config, faults: int) -> tuple[list[str], list[str]
     """Return the overrides that the drill needs, and a sentence about each one that changes the configuration.
 
     Raises:
-        UserError: the run is too short, or its length is not known.
+        UserError: the run is too short, or the number of its steps is not known.
     """
     steps, options = config.known_steps, config.checkpoint
     if steps is None:

@@ -236,7 +236,7 @@ class Saved:
 
 
 def measure_save(config: Config, folder: Path) -> Saved:
-    """Save a checkpoint of this config in `folder`.
+    """Save a checkpoint for this config in `folder`.
 
     The model is built on the CPU, and one optimizer step is made with zero gradients. No data is read.
     """

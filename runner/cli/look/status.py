@@ -84,7 +84,7 @@ def _row(run: RunDir, root: Path, watcher: LeaseWatcher, job: JobInfo | None, un
         unanswered: whether the scheduler did not respond. If so, there may be a job although `job` is None.
 
     Raises:
-        OSError: a record cannot be read.
+        OSError: a record of the run cannot be read.
         ValueError: a record has a value of the wrong type.
     """
     state = look(run, job, unanswered, watcher)

@@ -154,7 +154,7 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[str]]:
 
 
 def _narrow(columns: dict[str, list[str]], width: int) -> list[str]:
-    """Fit the columns to `width`, in place. Shorten names if other columns distinguish the runs, then omit columns.
+    """Fit the columns to `width`, in place. Shorten names if settings distinguish the runs, then omit columns.
 
     Returns:
         The omitted columns.

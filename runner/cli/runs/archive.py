@@ -110,7 +110,7 @@ def _publish(temporary: Path, target: Path) -> None:
 
     Raises:
         UserError: another command has created a file with that name.
-        OSError: the file system refused.
+        OSError: the file cannot be renamed.
     """
     try:
         files.link(temporary, target)
@@ -126,7 +126,7 @@ def _publish(temporary: Path, target: Path) -> None:
 
 
 def _members(run: RunDir, kept: Collection[str] | None) -> list[Path]:
-    """Return the paths to pack. They are relative to the parent of the run directory.
+    """Return the paths to pack, relative to the run directory. The first one is the run directory itself.
 
     Leases are omitted, because they belong to processes.
 
@@ -161,10 +161,10 @@ def _members(run: RunDir, kept: Collection[str] | None) -> list[Path]:
 def _look_anew(directory: Path) -> None:
     """Refresh the listing of a directory, so that files just written by a different machine are packed.
 
-    Without this, such a file could be missing in the archive and then be removed with the run.
+    Otherwise such a file could be missing in the archive, and then be removed with the run.
 
     Raises:
-        OSError: the file system refused.
+        OSError: the listing cannot be refreshed.
     """
     with suppress(PermissionError):  # the directory belongs to a different user
         files.look_anew(directory)

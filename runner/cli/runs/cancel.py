@@ -85,7 +85,7 @@ def _submitted_with(run: RunDir) -> list[RunDir]:
     """List the runs in the same directory that the same command submitted.
 
     Raises:
-        UserError: the run was never submitted.
+        UserError: no command has submitted the run.
     """
     name = sweep_of(run)
     if name is None:

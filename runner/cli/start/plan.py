@@ -126,7 +126,7 @@ def plan_run(
     if not held and not finished and state.holder:
         return _live(job, f"running, {state.holder}", "stop it")
     if not exists:
-        if job.resumed:  # removed by `runner mv` or `rm` in the meantime; a resume must not create a new run
+        if job.resumed:  # moved or removed in the meantime; a resume must not create a new run
             raise RunDirError(f"{shown(run.path)} was moved or removed meanwhile")
         _check_place(run, is_branch=job.config.fork.run is not None)
         check_trusted(run)

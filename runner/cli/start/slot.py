@@ -1,9 +1,9 @@
 """Run a slot of a search, which trains one trial after the other, as recorded in the search's journal.
 
-    decide     under the lease of the search: an abandoned task, a promotion, a new trial, or nothing
+    decide     choose an abandoned task, a promotion, a new trial, or nothing, under the lease of the search
     prepare    compose and freeze the run of the trial
-    train      an attempt in a process of its own, to the step of the rung
-    record     the result, from the records of the run
+    train      make an attempt in a separate process, up to the step of the rung
+    record     copy the result from the run's records to the journal
 
 If a slot is killed, its claim stays in the journal without a result. The lease of the killed slot shows when it has
 ended. Then the next slot that decides takes over the task.
