@@ -89,7 +89,7 @@ class Run:
         return self._look().step
 
     def _look(self) -> State:
-        """Return the run's state from its records, its lease and its job.
+        """Read the run's state from its records, its lease and its job.
 
         Raises:
             RunDirError: a record is malformed.
@@ -111,7 +111,7 @@ class Run:
 
     @property
     def config(self) -> Config:
-        """Return the frozen config.
+        """Return the config that the run trains with.
 
         Raises:
             UserError: the config cannot be read.

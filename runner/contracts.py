@@ -81,7 +81,7 @@ class RankCounts:
 class Launcher(Protocol):
     """Start runs on this machine or a cluster.
 
-    The run directory is the only input of a launcher.
+    The launcher gets a run directory, which contains everything about the run, and no other information about it.
 
     A launcher never raises for a user error. `check` returns such errors. `launch` prints one line to standard error
     with the run that was not started and the reason, and returns a nonzero status.

@@ -115,7 +115,7 @@ class Stage:
             None if `condition` became true, else the exit status of the attempt.
         """
         for _ in self._poll():
-            # The status is read first, so that the attempt's last actions are seen by the condition.
+            # The status is read first, so that the condition still sees the attempt's last actions.
             status = self.target.ended()
             if condition():
                 return None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 HASH_DIGITS = 8
 ABSENT = "(absent)"
-FILLED_IN = ("run.directory", "run.typed", "run.changed_by")  # filled in by the runner, so not settings
+FILLED_IN = ("run.directory", "run.typed", "run.changed_by")  # values that the runner fills in; they are not settings
 MAX_NAME = 80
 MAX_GIVEN = 160  # maximum length of the command's settings in a name; file systems allow 255 bytes in total
 # Keys that are omitted from a run's name, because their values are clear without them.
@@ -287,7 +287,7 @@ def _is_emptied_dict(key: str, old: Any, new: Any, old_flat: dict[str, Any], new
 def readable_name(
     title: str, base: dict[str, Any], plain: dict[str, Any], given: Sequence[str] = (), options: Sequence[str] = ()
 ) -> str:
-    """Return a name: `title`, then values that differ from `base` or were set by the command, then the seed.
+    """Return a run's name: `title`, then values that differ from `base` or were set by the command, then the seed.
 
     Args:
         title: the name of the experiment or the data option.

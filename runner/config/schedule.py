@@ -304,7 +304,7 @@ PLATEAU = (
 
 
 def lr_scales_refused(key: str, phases: Mapping[str, Phase]) -> str | None:
-    """Return an error line if a phase scales the learning rate of a torch scheduler at `key`, else None."""
+    """Return an error line if a phase scales the learning rate, but a torch scheduler at `key` sets it; else None."""
     scaling = [name for name, phase in phases.items() if phase.lr_scale != 1]
     if not scaling:
         return None

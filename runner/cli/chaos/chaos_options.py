@@ -144,7 +144,7 @@ def choose_kinds(asked: tuple[str, ...] | None, local: bool, fixed_ranks: str | 
 
 
 def fixed_ranks(config: Config, possible: Sequence[int]) -> str | None:
-    """Return why a run cannot resume on a different number of ranks with the same result. Return None if it can.
+    """Return why a run cannot resume on a different number of ranks with the same result, or None if it can.
 
     Args:
         config: the config of the run. The returned reason includes a remedy.

@@ -75,7 +75,7 @@ def _print(finding: Finding) -> None:
 
 @dataclass
 class _About:
-    """The part of the report on the model and on the possible sizes of a run. The config has no errors."""
+    """The part of the report that describes the model and the possible sizes of the run."""
 
     held: Footprint | None = None
     listing: list[Any] = field(default_factory=list)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from runner.config.schema import Config
     from runner.training.model.footprint import Footprint
 
-MOST_ROWS = 16  # if there are more sizes, only those that double are shown
+MOST_ROWS = 16  # with more sizes, only those at positions 1, 2, 4, 8, ... and the last one are shown
 
 
 @dataclass

@@ -181,7 +181,7 @@ def results(roots: Sequence[Path], tags: Sequence[str] = (), modes: Mapping[str,
     read = [read_one(row) for row in rows.values()]
     if len(keep := ends(read)) > 1 and any(run.steps > points for run in read):  # otherwise all steps are shown already
         read = [read_one(row, keep) for row in rows.values()]
-    return [run for run in read if files.is_dir(run.path)]  # the others were removed or moved during the read
+    return [run for run in read if files.is_dir(run.path)]  # other runs were removed or moved while they were read
 
 
 def read_searches(roots: Sequence[Path]) -> list[dict[str, Any]]:

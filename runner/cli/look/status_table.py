@@ -88,7 +88,7 @@ def as_table(
     Args:
         rows: the rows to show. A line above the table counts the runs by state.
         messages: lines to show below the table, after reasons and warnings.
-        others: rows that are only counted.
+        others: rows that are counted but not shown.
         width: the width of the window in characters. If it is too small, names are shortened first, then columns are
             omitted.
         most_notes: the maximum number of lines below the table. If None, all are shown.

@@ -138,9 +138,10 @@ class Changes:
         return {"step": step, "time": clock.wall(), "changes": changes, "before": identity(self.frozen)}
 
     def edited(self) -> tuple[str, bool] | None:
-        """Describe edits made since a command like this one started the run, and return whether it has this length.
+        """Describe the edits since a command like this one started the run. Return whether the run has enough steps.
 
-        Return None if the run has the settings of this command, or if it never had them.
+        The length of the command's run decides how many steps are enough. Return None if the run has the settings of
+        this command, or if it never had them.
 
         Raises:
             OSError: the records cannot be read.

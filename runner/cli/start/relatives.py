@@ -36,11 +36,11 @@ def nearest(job: Composed) -> str | None:
 
 
 def closest(mine: Mapping[str, Any], others: Iterable[tuple[Path, Mapping[str, Any]]]) -> str | None:
-    """Return the name of the directory that differs least from `mine` and the differences, or None.
+    """Describe the directory that differs least from `mine`, or return None if no directory is similar.
 
     Args:
         mine: the settings of the new run, by dotted key.
-        others: the settings of other run directories. If none of them is similar, the result is None.
+        others: run directories with their settings. The description lists the differences.
     """
     found = []
     for path, other in others:
