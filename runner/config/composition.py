@@ -35,7 +35,7 @@ from runner.search.directory import is_search
 from runner.system import files
 
 HYDRAS_OWN = "${hydra:"  # prefix of interpolations that refer to Hydra's settings for the job
-OWN_KEYS = ("run.dir", "run.name")  # the location of a run, which always differs between two jobs
+OWN_KEYS = ("run.dir", "run.name")  # location of a run; differs between any two jobs
 KEPT_COMMON = 64
 """How many partial configs shared by a sweep's jobs are cached. Each may take megabytes if there are many sources."""
 
@@ -186,7 +186,7 @@ class Composer:
         return jobs
 
     def swept(self, overrides: Sequence[str]) -> list[str]:
-        """Return the keys that an experiment of a single job would sweep over (`hydra.sweeper.params`)."""
+        """Return the sweeps that an experiment defines (`hydra.sweeper.params`), except keys that the command sets."""
         if not any(re.match(r"\+*experiment=", text) for text in overrides):
             return []
         keys = {text.lstrip("+~").partition("=")[0] for text in overrides}
@@ -233,8 +233,8 @@ class Composer:
             watch: a function that yields the jobs one by one. It may show the progress.
 
         Raises:
-            UserError: the message lists each error once, with the first job that has it. Two jobs that are the same run
-                are also an error.
+            UserError: the configs have errors, or two jobs are the same run. The message lists each error once, with
+                the first job that has it.
         """
         first_with: dict[str, str] = {}  # the first job with each error
         jobs = []
@@ -357,8 +357,8 @@ class Composer:
         """Compose a job of a sweep like `_composed`, but compose the parts that jobs have in common only once.
 
         Hydra applies overrides of values last, after all options have been chosen and merged. This method does the
-        same. It returns None after an error, and where Hydra would apply a value in a different order or use facts
-        about the job.
+        same. It returns None after an error, and if Hydra would apply a value in a different order or use facts about
+        the job.
         """
         chosen = tuple(filter(self.tree.group_of, overrides))
         if not self._sweep or any("{" in text for text in chosen) or any(HYDRAS_OWN in text for text in overrides):
@@ -392,7 +392,7 @@ class Composer:
     def _composed(
         self, overrides: Sequence[str], compose: Callable[[Sequence[str]], DictConfig], over: object
     ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        """Compose as Hydra does. Return the chosen options and the resolved values.
+        """Compose a config as Hydra does. Return the chosen options and the resolved values.
 
         Raises:
             ERRORS: an override is wrong.

@@ -152,7 +152,7 @@ def _key(override: str) -> str:
 
 
 def _too_large(error: OverflowError, override: str | None) -> str:
-    """Explain the error for an integer too large for a float setting. OmegaConf converts it without a check."""
+    """Explain the error for an integer too large for a float setting. OmegaConf does not check the size."""
     found = re.search(r"full_key: (\S+)", str(error))
     key = found.group(1) if found else "a number in it"
     where = key if override is None else override if _key(override).startswith(key) else f"{override}: {key}"

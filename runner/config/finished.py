@@ -16,8 +16,8 @@ from runner.rundir.paths import RunDir
 def has_finished(run: RunDir, config: Config, finish: Finish | None = None) -> bool:
     """Return whether the run has nothing left to train.
 
-    A run that ended early stays finished while its current config would still end it there. Either early stopping must
-    still apply to the recorded evaluations, or the callback that stopped the run must still have the same options.
+    A run that ended early stays finished as long as its current config would still end it there. Either early stopping
+    must still apply to the recorded evaluations, or the callback that stopped the run must have unchanged options.
 
     Args:
         run: the run directory.

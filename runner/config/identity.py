@@ -257,9 +257,9 @@ def _changing(plain: dict[str, Any]) -> tuple[str, ...]:
 
 
 class TypedPath(NamedTuple):
-    """A path as typed, and the path that it meant in the command's working directory."""
+    """A path as typed, and the path that it refers to in the command's working directory."""
 
-    text: Any  # a string or a list of strings
+    text: Any  # a string, or a list of strings
     absolute: Any
 
 
@@ -294,7 +294,7 @@ def readable_name(
         base: the resolved config of that experiment and data option without other overrides.
         plain: the resolved config of the run.
         given: the keys that the command sets, even to the default value, because another job may set a different value.
-        options: the groups whose option the command chooses, even if it is the default.
+        options: the group options that the command chooses, even if they are the default.
     """
     flat = identifying_values(plain)
     changed = {change.key: change.new for change in differences(identifying_values(base), flat)}

@@ -40,7 +40,7 @@ class PlannedRun:
     notes: list[str] = field(default_factory=list)
     """Changes that this command makes, or cannot make while the run is live, one line each."""
     refused: bool = False
-    """Whether the command asks for a change that the run does not make."""
+    """Whether the run does not do what the command asks for."""
 
     @property
     def starts(self) -> bool:
