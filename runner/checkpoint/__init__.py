@@ -1,6 +1,6 @@
-"""Checkpoints: train state, random generators, atomic commits.
+"""Save and load checkpoints: train state, random generators and atomic commits.
 
-Names are imported on first use, so that importing the package is fast and needs no torch.
+Submodules are imported on first use, so that importing this package is fast and does not import torch.
 """
 
 from __future__ import annotations

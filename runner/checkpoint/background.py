@@ -1,4 +1,4 @@
-"""One thread that runs one action at a time, kept between saves because starting a thread takes time."""
+"""Run one action at a time in a background thread, kept between saves because starting a thread takes time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class Background:
-    """A daemon thread for submitted actions, created on first use. Errors of an action are logged."""
+    """A daemon thread that runs submitted actions and logs their errors. It is created on first use."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -31,7 +31,7 @@ class Background:
             processes.at_exit(self.join)
 
     def submit(self, action: Callable[[], object]) -> None:
-        """Run `action` in the thread. Call this only after the previous action has ended; see `join`."""
+        """Run `action` in the thread. Call this only after the previous action has ended (see `join`)."""
         self._idle.clear()
         self._queue.put(action)
         self.start()
@@ -46,8 +46,8 @@ class Background:
             try:
                 action()
             except Exception:  # noqa: BLE001 if the thread ended, the next save would wait forever
-                with suppress(Exception):  # a log handler may raise, too
+                with suppress(Exception):  # a log handler may raise too
                     _log.exception("a save in the background failed unexpectedly")
             finally:
-                del action  # it holds a reference to a whole train state
+                del action  # it references a complete train state
                 self._idle.set()

@@ -1,4 +1,4 @@
-"""Decide when to save, from the step and the time that the caller passes."""
+"""Decide when to save, based on the step and the time that the caller passes."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from runner import bounds
 from runner.errors import UserError
 
 LOST = frozenset({"preempted", "killed", "node failure", "requeued", "time limit", "failed", "crash loop", "hang"})
-"""Causes of an end that may come without notice and lose the steps since the last save."""
+"""Causes for which an attempt can end without warning and lose the steps since its last save."""
 
 
 @dataclass
 class AdaptiveInterval:
-    """The interval between saves that loses the least time, computed from measurements.
+    """The interval between saves that minimizes lost time, computed from measurements.
 
-    Rare saves lose much work at a kill, and frequent saves take time themselves. Formula: J. T. Daly, "A higher order
-    estimate of the optimum checkpoint interval for restart dumps" (2006), eq. 37. In seconds, C is the time that a save
-    stalls training, and M is the mean time between losses:
+    If saves are rare, a kill loses much work. If they are frequent, they take much time. The formula is from J. T.
+    Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (2006), eq. 37. In seconds, C
+    is the time that a save stalls training, and M is the mean time between losses:
 
         C < 2 M:  sqrt(2 C M) (1 + 1/3 sqrt(C / 2M) + C / (9 * 2M)) - C        (first factor: Young, 1974)
         else:     M
 
-    M is (running time + prior) / (losses + 1). Before any observation it is the prior, which counts as one loss.
+    M is (running time + prior) / (losses + 1), so the prior counts as one loss. Before any observation, M is the prior.
 
     Args:
-        min_s: lower bound of the interval, in seconds; 0: none.
-        max_s: upper bound of the interval, in seconds. With 0, it is twice the longest write.
+        min_s: lower bound of the interval, in seconds. 0 means no lower bound.
+        max_s: upper bound of the interval, in seconds. If 0, the interval is twice the longest write.
         prior_s: expected time between losses before any is observed, in seconds.
 
     Raises:
@@ -37,13 +37,13 @@ class AdaptiveInterval:
     Example:
         >>> from runner.checkpoint import AdaptiveInterval
         >>> interval = AdaptiveInterval(min_s=10.0, max_s=3600.0)
-        >>> round(interval.interval_s())  # no measurements: 1 s per save, a loss every 4 h
+        >>> round(interval.interval_s())  # before any measurement: assumes 1 s per save and a loss every 4 h
         169
         >>> interval.observe_save(stall_s=4.0, write_s=12.0)
-        >>> round(interval.interval_s())  # expensive saves are rarer
+        >>> round(interval.interval_s())  # expensive saves should be rarer
         337
         >>> interval.observe_attempts([(3600.0, "preempted"), (1800.0, "node failure")])
-        >>> round(interval.interval_s())  # frequent losses need frequent saves
+        >>> round(interval.interval_s())  # frequent losses require frequent saves
         227
     """
 
@@ -68,18 +68,18 @@ class AdaptiveInterval:
         self._writes = [*self._writes[-7:], max(write_s, 0.0)]
 
     def observe_attempts(self, attempts: Iterable[tuple[float, str]]) -> None:
-        """Replace the record of this run's ended attempts: (seconds it ran, cause of its end) for each."""
+        """Replace the record of this run's ended attempts. Pass (seconds it ran, cause of its end) for each."""
         ended = list(attempts)
         self._ran_s = sum(max(seconds, 0.0) for seconds, _ in ended)
         self._losses = sum(cause in LOST for _, cause in ended)
 
     @property
     def cost_s(self) -> float:
-        """Return the seconds that a save stalls training: the median of the last eight, 1 before the first."""
+        """Return the seconds that a save stalls training: the median of the last eight saves, initially 1."""
         return sorted(self._costs)[len(self._costs) // 2] if self._costs else 1.0
 
     def mean_time_between_losses_s(self, elapsed_s: float = 0.0) -> float:
-        """Return M of the formula, in seconds, `elapsed_s` seconds into the current attempt."""
+        """Return the formula's M in seconds, given that the current attempt has run for `elapsed_s` seconds."""
         return (self._ran_s + elapsed_s + self.prior_s) / (self._losses + 1)
 
     def optimum_s(self, elapsed_s: float = 0.0) -> float:
@@ -91,12 +91,12 @@ class AdaptiveInterval:
         return math.sqrt(2 * cost * mean) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
 
     def interval_s(self, elapsed_s: float = 0.0) -> float:
-        """Return the interval in seconds: the optimum within the bounds, and at least twice the longest write."""
+        """Return the interval in seconds: the optimum clipped to the bounds, but at least twice the longest write."""
         write = max(self._writes, default=0.0)
         return min(max(self.optimum_s(elapsed_s), self.min_s, 2 * write), max(self.max_s, 2 * write))
 
     def explain(self, elapsed_s: float = 0.0) -> str:
-        """Explain the interval in one line."""
+        """Describe the interval and its inputs in one line."""
         cost = f"a save costs {self.cost_s:.3g} s" if self._costs else "no save measured yet (1 s assumed)"
         hours = (self._ran_s + elapsed_s) / 3600
         return (
@@ -107,16 +107,18 @@ class AdaptiveInterval:
 
 
 class Cadence:
-    """A decision at each step whether to save. Rank 0 makes it and broadcasts the answer.
+    """Decide at each step whether to save. Only rank 0 decides. The training loop broadcasts the decision.
 
     Args:
-        every_steps: save at every multiple of this step; None: do not save by steps.
-        every_minutes: save when this many minutes have passed since the last save; None: do not save by time.
-        every_epochs: save when a multiple of this number of epochs is complete; None: do not save by epochs.
-        completes: function (every_epochs, step) -> whether `step` completes a multiple of `every_epochs` epochs.
-        adaptive: sets the interval instead of `every_minutes`.
-        start_step: step of the resume (or 0), which is not saved again.
-        now: current time in seconds, on the monotonic clock that you pass to the methods later.
+        every_steps: save at multiples of this step. If None, the step does not trigger saves.
+        every_minutes: save when this many minutes have passed since the last save. If None, the time does not trigger
+            saves.
+        every_epochs: save when a multiple of this number of epochs is complete. If None, epochs do not trigger saves.
+        completes: function of (every_epochs, step) that returns True if `step` completes a multiple of `every_epochs`
+            epochs.
+        adaptive: computes the interval between saves. It replaces `every_minutes`.
+        start_step: step from which the run resumed, or 0. This step is not saved again.
+        now: current time in seconds, from the same monotonic clock as the times that you pass to the methods.
 
     Raises:
         UserError: a setting is out of range.
@@ -163,11 +165,11 @@ class Cadence:
         self._last_time = now
 
     def should_save(self, step: int, now: float) -> bool:
-        """Check whether to save after `step` completed steps. Always save at the end of an attempt."""
+        """Check whether to save after `step` completed steps. The caller also saves at the end of each attempt."""
         return step > self._last_step and (self._by_steps(step) or self._by_time(now))
 
     def saved(self, step: int, now: float) -> None:
-        """Record that a save of `step` began at `now`, even if it failed: the next save is due as usual."""
+        """Record that a save of `step` began at `now`. Call this even if the save failed; the schedule is the same."""
         self._last_step = step
         self._last_time = now
 
@@ -183,7 +185,7 @@ class Cadence:
         return self.every_minutes is not None and waited >= 60 * self.every_minutes
 
     def explain(self, now: float) -> str:
-        """Explain in one line when saves happen."""
+        """Describe in one line when saves happen."""
         if self.adaptive is not None:
             return self.adaptive.explain(now - self._start)
         parts = []

@@ -1,4 +1,4 @@
-"""Save and load checkpoints: in the background, atomically, and only after verification."""
+"""Save checkpoints atomically and in the background, and verify them when loading."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from runner.system.distributed import World
 _log = logging.getLogger(__name__)
 
 PEER_TIMEOUT_S = 1800.0
-"""Seconds that a rank waits for another rank that writes a large checkpoint to a slow disk."""
+"""Seconds that a rank waits for the other ranks, which may be writing a large checkpoint to a slow disk."""
 
 
 class SaveCost(TypedDict):
-    """The cost of a save: seconds that training stalled, seconds until the commit (0 before it), bytes."""
+    """The cost of a save: seconds that training stalled, seconds until the commit (0 before it), and bytes written."""
 
     step: int
     stall_s: float
@@ -47,25 +47,26 @@ class SaveCost(TypedDict):
 
 
 class TrainStateManager:
-    """The checkpoints of one run.
+    """Save and load the checkpoints of one run.
 
-    Every rank creates a manager at the same time, because it creates a gloo group if there are several ranks. All ranks
-    call `save` and `load` at the same step. On rank 0, warnings report checkpoints that are set aside and errors that
-    training survives.
+    All ranks must create the manager together, because with several ranks it creates a gloo process group. All ranks
+    must call `save` and `load` at the same step. Rank 0 logs a warning for each checkpoint that it sets aside and each
+    error that training survives.
 
     Args:
-        directory: the directory of checkpoints; created by the first save.
-        fingerprint: JSON values that must be equal for a run to load the checkpoints. Parts that only one of two
-            fingerprints has are not compared.
+        directory: the checkpoint directory. The first save creates it.
+        fingerprint: JSON values that must match the fingerprint in a checkpoint, or it is not loaded. Keys that only
+            one of the two fingerprints has are not compared.
         keep_last: keep this many of the newest checkpoints; see `Retention`.
-        keep_every_steps: also keep every multiple of this step.
-        keep_best: also keep this many checkpoints with the best metric.
-        best_metric: name of that metric. If a run changes it, checkpoints saved with the old metric are no longer kept
+        keep_every_steps: also keep checkpoints at multiples of this step.
+        keep_best: also keep this many checkpoints with the best values of `best_metric`.
+        best_metric: name of the metric. If a run changes it, checkpoints saved with the old metric are no longer kept
             as best.
-        best_mode: `min` or `max`: whether the lowest or the highest value is the best; NaN never is.
-        mode: `async` copies the tensors in memory and writes in the background, one save at a time; `sync` returns
-            after the commit.
-        check_fence: called on rank 0 before every change; raises SupersededError if a newer attempt holds the lease.
+        best_mode: `min` if the lowest value is best, `max` if the highest value is best. NaN is never best.
+        mode: with `async`, `save` copies the tensors to memory and writes them in the background, one save at a time.
+            With `sync`, `save` returns after the commit.
+        check_fence: called on rank 0 before every change. It must raise SupersededError if a newer attempt holds the
+            lease.
         fence: the fencing number of this attempt.
         store: function that creates the store from `directory` and the fence.
 
@@ -78,7 +79,7 @@ class TrainStateManager:
         >>> model = torch.nn.Linear(8, 1)
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> manager = TrainStateManager("checkpoints", fingerprint={"data": "v1"}, keep_last=2)
-        >>> state = manager.load(model, optimizer)  # None at a fresh start
+        >>> state = manager.load(model, optimizer)  # None if there is no checkpoint yet
         >>> start, tokens_seen, extra = restore_train_state(state or {})
         >>> for step in range(start + 1, start + 4):
         ...     loss = model(torch.randn(4, 8)).square().mean()
@@ -118,7 +119,7 @@ class TrainStateManager:
         self._background = Background()
         self._superseded: SupersededError | None = None
         self._committed: set[int] = set()
-        self._copying: PendingSave | None = None  # may not be complete yet
+        self._copying: PendingSave | None = None  # its tensor copies may be incomplete
         self._copied = threading.Event()
 
     def warm_up(self) -> None:
@@ -140,28 +141,28 @@ class TrainStateManager:
     ) -> bool:
         """Save the state after `step` completed steps.
 
-        First wait for the save that is still being written. So there is never more than one, and the saved steps do not
-        depend on the speed of the disk. A step that is already committed is not written again. File system errors are
-        logged, and training continues.
+        `save` first waits until the previous save is written. So at most one save is in flight, and the disk's speed
+        does not affect which steps are saved. A step that is already committed is not written again. File system errors
+        are logged, and training continues.
 
         Args:
             step: completed optimizer steps.
             model: the model.
             optimizer: its optimizer, if it has one.
-            train_state: from `build_train_state`; each rank passes its own.
-            averaged: the average of the model's weights, if there is one: an AveragedModel of torch.optim.swa_utils.
+            train_state: this rank's train state, from `build_train_state`.
+            averaged: the averaged weights of the model, e.g. a torch.optim.swa_utils.AveragedModel, or None.
             metric: value of `best_metric` at this step.
-            wait: return after the commit, for example before exiting.
-            copy_later: copy the weights and the optimizer during the next forward and backward passes. You must call
-                `finish_copy` after these, before anything changes the weights or the optimizer.
+            wait: return only after the commit. Use this before exiting.
+            copy_later: copy the weights and the optimizer state during the next forward and backward passes. You must
+                call `finish_copy` after these passes, before anything changes the weights or the optimizer state.
 
         Returns:
-            False if the save has already failed: see `last_error`.
+            False if the save has already failed (see `last_error`), otherwise True.
 
         Raises:
             SupersededError: a newer attempt holds the lease; nothing was committed.
             CheckpointError: the optimizer holds parameters that are not in the model, or the train state lacks an
-                entry, is of another step, or contains what could not be loaded safely.
+                entry, has a different step, or contains values that could not be loaded safely.
         """
         begun = clock.perf_counter()
         self.wait()
@@ -192,11 +193,11 @@ class TrainStateManager:
 
     @property
     def copying(self) -> bool:
-        """Return whether `finish_copy` has to wait."""
+        """Return True if `finish_copy` must be called before the next update."""
         return self._copying is not None
 
     def finish_copy(self) -> None:
-        """Wait for the copies of a save with `copy_later`. Call this after the forward and backward passes."""
+        """Wait for the copies that `copy_later` deferred. Call this after the forward and backward passes."""
         pending, self._copying = self._copying, None
         if pending is None:
             return
@@ -217,17 +218,15 @@ class TrainStateManager:
         self._raise_if_superseded()
 
     def settle(self) -> None:
-        """Wait until no save is in flight, whether or not it succeeded. Call this before you release the lease."""
+        """Wait until no save is in flight, ignoring errors of the save. Call this before you release the lease."""
         self._background.join()
 
     def newest(self) -> Intact | None:
-        """Return the newest checkpoint that verifies, reading every byte. Nothing is changed.
+        """Return the newest valid checkpoint. This verifies every byte and changes nothing.
 
         Returns:
-            None if there is no checkpoint at all.
-
-        Raises:
-            CheckpointError: there are checkpoints and none is valid.
+            The checkpoint, or None if there are no checkpoints. Raises:
+            CheckpointError: there are checkpoints, but none is valid.
         """
         return choice.newest(self._store)
 
@@ -239,24 +238,25 @@ class TrainStateManager:
         *,
         another_optimizer: Callable[[int], bool] = lambda step: False,
     ) -> StateDict | None:
-        """Load the newest checkpoint that verifies into `model`, `optimizer` and `averaged`, in place.
+        """Load the newest valid checkpoint into `model`, `optimizer` and `averaged`, in place.
 
-        Corrupt checkpoints of higher steps are set aside as `….corrupt`. Files are verified while they are read, so
-        after a CheckpointError about corruption, model and optimizer may hold anything.
+        Newer checkpoints that are corrupt are renamed to `….corrupt`. Files are verified while they are read. So after
+        a CheckpointError about corruption, the contents of the model and optimizer are undefined.
 
         Args:
             model: the model.
-            optimizer: its optimizer; None: load only the model.
-            averaged: the average of the model's weights, if there is one.
-            another_optimizer: function from the loaded step to whether an optimizer that does not fit the saved one
-                keeps its state, with a warning, instead of raising.
+            optimizer: its optimizer. If None, the optimizer's state is not loaded.
+            averaged: the averaged weights of the model, or None.
+            another_optimizer: function of the loaded step. If it returns True and the optimizer does not match the
+                saved one, the optimizer keeps its present state, and a warning is logged. If it returns False, a
+                mismatch raises an error.
 
         Returns:
-            The train state, for `restore_train_state`; None if there is no checkpoint at all.
+            The train state for `restore_train_state`, or None if there are no checkpoints.
 
         Raises:
-            CheckpointError: there are checkpoints and none is valid; or the newest is not readable, does not fit this
-                run, is of an unknown format version, or contains something that might run code.
+            CheckpointError: there are checkpoints, but none is valid. Or the newest is not readable, does not match
+                this run, has an unknown format version, or contains objects that might run code when loaded.
             SupersededError: a newer attempt holds the lease.
         """
         self.wait()
@@ -291,10 +291,10 @@ class TrainStateManager:
         averaged: Averaged | None,
         another_optimizer: bool,
     ) -> TrainState:
-        """Load a checkpoint and verify it in the same pass. Each rank verifies a part of the files.
+        """Load a checkpoint and verify it in the same pass. Each rank verifies some of the files.
 
         Raises:
-            CorruptionError: the checkpoint is corrupt. Model and optimizer may hold anything.
+            CorruptionError: the checkpoint is corrupt. The contents of the model and optimizer are then undefined.
         """
         world = self._world
         state, reader = agreed(world, lambda: open_checkpoint(chosen, self._fingerprint))
@@ -324,7 +324,7 @@ class TrainStateManager:
         except SupersededError as error:
             self._superseded, self.last_error = error, str(error)
             return
-        except Exception as error:  # noqa: BLE001 - no failure of a save may end the training
+        except Exception as error:  # noqa: BLE001 - a failed save must not end training
             self._failed(
                 f"step {pending.step} could not be saved ({_reason(error)})",
                 "training continues, and the next save tries again",
@@ -342,7 +342,7 @@ class TrainStateManager:
             self._saver.delete_old(step)
         except SupersededError as error:
             self._superseded = error
-        except Exception as error:  # noqa: BLE001 - no failure of a save may end the training
+        except Exception as error:  # noqa: BLE001 - a failed save must not end training
             self._failed(f"old checkpoints could not be deleted ({_reason(error)})", "the next save tries again")
 
     def _failed(self, message: str, consequence: str) -> None:

@@ -1,4 +1,4 @@
-"""The stages of a save, which all ranks run together: stage, write, commit, delete old checkpoints."""
+"""Run the stages of a save on all ranks together: stage, write, commit, and delete old checkpoints."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class PendingSave:
 
     Attributes:
         step: completed optimizer steps.
-        tensors: tensors of which this rank writes a chunk, by flat name.
-        copy: the copies of the tensors, if they are copied.
+        tensors: tensors that this rank writes a chunk of, by flat name.
+        copy: copies of the tensors, or None if the tensors are written without a copy.
         state: this rank's train state.
         plan: which rank writes which chunk.
-        metric: value of the metric that decides the best checkpoint.
+        metric: value of `best_metric` at this step, or None.
     """
 
     step: int
@@ -49,22 +49,22 @@ class PendingSave:
     error: Exception | None = None
 
     def complete(self) -> None:
-        """Make the remaining copies. If this fails, `Saver.commit` raises the error on every rank."""
+        """Make the deferred copies. If this fails, `Saver.commit` raises the error on every rank."""
         try:
             if self.copy is not None:
                 self.copy.complete()
-        except Exception as error:  # noqa: BLE001 `Saver.commit` passes any error to the other ranks
+        except Exception as error:  # noqa: BLE001 `Saver.commit` raises it on every rank
             self.error = error
 
 
 class Saver:
-    """Stages and commits of saves. Errors are raised, not logged.
+    """Stage and commit saves. Errors are raised, not logged.
 
     Args:
-        store: where the checkpoints are.
-        world: ranks with a separate group, because `commit` may run in a background thread.
-        fingerprint: JSON values that must be equal for a run to load the checkpoints.
-        retention: which checkpoints to keep.
+        store: the store of the checkpoints.
+        world: the ranks, in a separate process group because `commit` may run in a background thread.
+        fingerprint: JSON values that must match for a run to load the checkpoints.
+        retention: rules that decide which checkpoints to keep.
         fence: fence of this attempt.
     """
 
@@ -84,10 +84,10 @@ class Saver:
         self._buffers = HostBuffers()
         self._plan: writer.WritePlan | None = None
         self._warned = False
-        self._found_corrupt = set[int]()  # steps of corrupt checkpoints, set aside or not
+        self._found_corrupt = set[int]()  # steps of corrupt checkpoints, even if setting them aside failed
 
     def set_aside(self, step: int, corruption: str) -> None:
-        """Set a corrupt checkpoint aside, on rank 0. If the disk refuses, `delete_old` checks the checkpoint again.
+        """Rename a corrupt checkpoint, on rank 0. If renaming fails, `delete_old` checks the checkpoint again.
 
         Raises:
             SupersededError: a newer attempt holds the lease; nothing was changed.
@@ -96,7 +96,7 @@ class Saver:
         self._store.set_aside(step_name(step), "corrupt", corruption)
 
     def sweep(self) -> None:
-        """Remove leftovers of killed or failed saves, on rank 0, before a save or load.
+        """Remove leftovers of killed or failed saves. Runs on rank 0 before a save or load.
 
         Raises:
             SupersededError: a newer attempt holds the lease.
@@ -119,21 +119,21 @@ class Saver:
         copy: bool,
         copy_later: bool = False,
     ) -> PendingSave:
-        """Plan the save and snapshot the train state.
+        """Plan a save and snapshot the train state.
 
         Args:
             step: completed optimizer steps.
             model: the model.
             optimizer: its optimizer, if it has one.
             train_state: from `build_train_state`.
-            metric: value of the metric that decides the best checkpoint.
-            averaged: the average of the model's weights, if there is one.
-            copy: copy the tensors too, so that training may continue before `commit`.
-            copy_later: leave some of the copies to `PendingSave.complete`; see `copying`.
+            metric: value of `best_metric` at this step, or None.
+            averaged: the averaged weights of the model, or None.
+            copy: also copy the tensors, so that training can continue before `commit`.
+            copy_later: defer some of the copies to `PendingSave.complete`; see the module `tensors.copying`.
 
         Raises:
             CheckpointError: the optimizer holds parameters that are not in the model, or the train state lacks an
-                entry, is of another step, or contains what could not be loaded safely.
+                entry, has a different step, or contains values that could not be loaded safely.
         """
         state = TrainState.from_dict(train_state, "the train state passed to save")
         if state.step != step:
@@ -153,7 +153,7 @@ class Saver:
         return PendingSave(step, copies.tensors, plain, self._plan, metric, copies)
 
     def observe(self, pending: PendingSave) -> None:
-        """Find out which tensors the forward and backward passes after a save changed; see `HostBuffers.observe`."""
+        """Find the tensors that the forward and backward passes after a save changed; see `HostBuffers.observe`."""
         if pending.copy is not None:
             self._buffers.observe(pending.copy)
 
@@ -161,11 +161,11 @@ class Saver:
         """Write the files on all ranks, then commit on rank 0.
 
         Returns:
-            The manifest, on rank 0; None if the step was committed before.
+            The manifest, or None if the step is already committed.
 
         Raises:
             SupersededError: a newer attempt holds the lease; nothing was committed.
-            Exception: the error of the lowest failing rank; nothing was committed.
+            Exception: the error of the lowest-numbered rank that failed; nothing was committed.
         """
         world = self._world
         name = step_name(pending.step)
@@ -181,12 +181,12 @@ class Saver:
         except BaseException as error:
             if world.is_main:
                 save.abort()
-            if isinstance(error, OSError):  # on every rank; a newer attempt may have removed the directory
+            if isinstance(error, OSError):  # on every rank: a newer attempt may have removed the directory
                 world.run_on_main(self._fence.check)
             raise
 
     def _write(self, new: Writer, pending: PendingSave) -> dict[str, FileRecord]:
-        """Write the tensors of this rank. On rank 0 they become durable later, with the files that it adds."""
+        """Write the tensors of this rank. Rank 0 syncs its file later, together with the other files that it writes."""
         if pending.error is not None:
             if pending.copy is not None:
                 self._buffers.never_copy_later(pending.copy.unstable)
@@ -197,7 +197,7 @@ class Saver:
         return records
 
     def _begin(self, save: Save, at: Stored) -> Path | None:
-        """Begin a save and return its path. Return None if a valid checkpoint of this step exists."""
+        """Begin a save and return its path, or None if a valid checkpoint of this step exists."""
         self.sweep()
         if self._make_room(at):
             return None
@@ -205,10 +205,10 @@ class Saver:
         return save.path
 
     def _make_room(self, at: Stored) -> bool:
-        """Set aside whatever has the checkpoint's name. Return True if it is a valid checkpoint, which is kept.
+        """Set aside an entry that has the new checkpoint's name. If it is a valid checkpoint, keep it and return True.
 
         Raises:
-            CheckpointError: it was not written by this runner, so it is left alone, or it cannot be judged.
+            CheckpointError: the entry was not written by this runner and is left unchanged, or it cannot be read.
         """
         found = choice.judge(at)
         if isinstance(found, Candidate):
@@ -225,7 +225,7 @@ class Saver:
         return False
 
     def _of_all_ranks(self, state: TrainState) -> TrainState:
-        """Return rank 0's train state with the random generators and dataloader states of all ranks."""
+        """Return rank 0's train state, with the random generators and dataloader states of all ranks added."""
         parts: list[Any] = self._world.gather_on_main((state.rng, state.dataloader))
         several = state.dataloader is not None and len(parts) > 1
         return replace(
@@ -264,15 +264,15 @@ class Saver:
         return manifest
 
     def delete_old(self, step: int) -> None:
-        """Delete what retention does not keep, on rank 0, after the commit of `step`.
+        """Delete the checkpoints that retention does not keep. Runs on rank 0 after the commit of `step`.
 
-        Only checkpoints up to `step` are counted and deleted. This attempt resumed below any higher step, so those are
-        corrupt and could not be set aside. They must not be kept instead of valid ones. Once their step is reached,
-        they are checked again, and set aside or counted.
+        Only checkpoints up to `step` are counted and deleted. This attempt resumed from a lower step because
+        checkpoints at higher steps are corrupt and could not be set aside. They must not be kept in place of valid
+        ones. Once training reaches their step, they are checked again, and are set aside or counted.
 
         Raises:
             SupersededError: a newer attempt holds the lease.
-            OSError, CheckpointError: the file system refused.
+            OSError, CheckpointError: the file system returned an error.
         """
         try:
             found = [each for each in choice.candidates(self._store) if each.step <= step]
@@ -283,14 +283,14 @@ class Saver:
             self._store.sweep()
 
     def _is_whole(self, candidate: Candidate) -> bool:
-        """Check whether a checkpoint that was found corrupt is valid now. Otherwise try to set it aside.
+        """Check whether a checkpoint that was found corrupt is valid now. If it is not, try to set it aside.
 
-        The checkpoint may have been saved again, with an error reported only for the last call, or it may have been
-        misread.
+        It can be valid now if it was saved again but the save reported an error after the commit, or if the first read
+        returned wrong bytes.
         """
         try:
             corruption = choice.corruption_of(candidate)
-        except CheckpointError:  # not readable now: the next save checks it again
+        except CheckpointError:  # not readable now; the next save checks it again
             return False
         if corruption is None:
             self._found_corrupt.discard(candidate.step)

@@ -1,4 +1,4 @@
-"""Select the checkpoint to load, the same on all ranks: the newest that verifies."""
+"""Select the checkpoint to load: the newest valid one, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ SMALL = (INDEX, TRAIN_STATE)
 
 
 def select(store: Store, world: World, load: Callable[[Intact], T], set_aside: Callable[[int, str], None]) -> T | None:
-    """Load the newest checkpoint that verifies. Name directories that only look like checkpoints in a warning.
+    """Load the newest valid checkpoint. Log a warning about directories that only look like checkpoints.
 
     Args:
         store: the checkpoints.
-        world: the ranks, which all call this.
-        load: called on every rank; loads and verifies a checkpoint. If it raises a CorruptionError, on every rank, the
-            checkpoint is set aside and the next lower step is tried.
+        world: the ranks. All of them must call this function.
+        load: function that loads and verifies a checkpoint, called on every rank. If it raises CorruptionError on every
+            rank, the checkpoint is set aside, and the checkpoint at the next lower step is tried.
         set_aside: called on rank 0 with the step of a corrupt checkpoint and a description of the corruption.
 
     Returns:
-        The result of `load`; None if there is no checkpoint at all.
+        The result of `load`, or None if there are no checkpoints.
 
     Raises:
-        CheckpointError: there are checkpoints and none is valid, or one with a higher step than the newest valid one
-            cannot be judged.
+        CheckpointError: there are checkpoints, but none is valid. Or a checkpoint newer than the newest valid one is
+            not readable or has an unknown format version.
         SupersededError: a newer attempt holds the lease.
     """
     corruptions: list[str] = []
@@ -62,8 +62,8 @@ def agreed(world: World, action: Callable[[], T]) -> T:
     """Run `action` on every rank and return its result on this rank.
 
     Raises:
-        CorruptionError: on every rank, if a rank found corruption.
-        Exception: as `World.run_on_all`.
+        CorruptionError: raised on every rank if any rank found corruption.
+        Exception: see `World.run_on_all`.
     """
 
     def found() -> tuple[T | None, str | None]:
@@ -80,21 +80,21 @@ def agreed(world: World, action: Callable[[], T]) -> T:
 
 
 def tensor_files(manifest: Manifest, world: World) -> list[str]:
-    """List the tensor files that this rank verifies: with as many ranks as at the save, the files it wrote."""
+    """List the tensor files that this rank verifies: the file that it wrote, if the number of ranks is unchanged."""
     return sorted(set(manifest.files) - set(SMALL))[world.rank :: world.size]
 
 
 def open_checkpoint(found: Intact, fingerprint: Mapping[str, Any]) -> tuple[TrainState, CheckpointReader]:
-    """Open a checkpoint and return its train state and a reader of its tensors.
+    """Open a checkpoint and return its train state and a reader for its tensors.
 
     Args:
-        found: the checkpoint. The index and the train state are verified, the tensors are not.
+        found: the checkpoint. Its index and train state are verified here, but not its tensors.
         fingerprint: fingerprint of this run.
 
     Raises:
         CorruptionError: a file differs from what was written.
-        CheckpointError: the checkpoint is of another run or of an unknown format version, lacks an entry, or contains
-            something that does not belong in a checkpoint.
+        CheckpointError: the checkpoint belongs to a different run, has an unknown format version, lacks an entry, or
+            contains an object that does not belong in a checkpoint.
     """
     corruption = choice.size_error(found)
     if corruption is not None:

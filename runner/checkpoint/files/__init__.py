@@ -1,1 +1,1 @@
-"""Checkpoints as files: store, manifests, commits, deletions and pins. Imports no torch."""
+"""Store checkpoints as files: manifests, commits, deletions and pins. This package does not import torch."""

@@ -1,6 +1,6 @@
-"""Take a committed checkpoint over into the directory of another run, which then does not depend on the first run.
+"""Copy a committed checkpoint into a different run's directory, so that this run does not depend on the first one.
 
-Imports no torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from runner.checkpoint.files.store import BLOCK_BYTES, Fence
 from runner.errors import CheckpointError
 from runner.system import files
 
-# Errors of a file system that supports no links, or none to this file.
+# Errors that a file system returns if it cannot create hard links, or not to this file.
 UNLINKABLE = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
 
 
 def adopt(source: Path, directory: Path, fence: Fence) -> None:
-    """Commit the checkpoint at `source` in `directory` under the same name. Do nothing if it is already there.
+    """Commit the checkpoint at `source` to `directory` under the same name. Do nothing if it is already there.
 
-    Committed files never change, so they are linked, or copied if the file system cannot link them. Every byte is
-    verified before the commit. If the source is deleted at the same time, the checkpoint is taken over completely or
-    not at all.
+    Committed files never change, so they are hard-linked, or copied if the file system cannot link them. Every byte is
+    verified before the commit. If the source is deleted at the same time, the complete checkpoint is committed, or
+    nothing is.
 
     Args:
         source: a committed checkpoint.
-        directory: checkpoint directory of the run that takes the checkpoint over.
-        fence: fence of that run.
+        directory: checkpoint directory of the run that receives the checkpoint.
+        fence: fence of the receiving run.
 
     Raises:
         CheckpointError: there is no valid checkpoint at `source`.
-        SupersededError: a newer attempt holds the lease of the run that takes it over.
-        OSError: the file system refused.
+        SupersededError: a newer attempt holds the lease of the receiving run.
+        OSError: the file system returned an error.
     """
     final = directory / source.name
     if isinstance(choice.judge(Folder(final)), Candidate):
@@ -47,7 +47,7 @@ def adopt(source: Path, directory: Path, fence: Fence) -> None:
     if not isinstance(found, Intact):
         reason = "it is gone" if found is None else getattr(found, "corruption", None) or "it is no checkpoint"
         raise CheckpointError(f"{source} cannot be taken over: {reason}")
-    fence.check()  # a branch that was moved or removed must not be recreated
+    fence.check()  # do not recreate a branch's directory that was moved or removed
     with suppress(FileExistsError):
         files.make_dir(directory, files.OWNED)
     files.fsync_dir(directory.parent)

@@ -1,6 +1,7 @@
-"""List the checkpoints of a store, verify them, choose one, and decide which to keep.
+"""List the checkpoints of a store, verify them, choose one, and decide which ones to keep.
 
-The step in the manifest must match the step in the name. All other entries are left alone. Imports no torch.
+An entry is a checkpoint only if the step in its manifest matches the step in its name. All other entries are left
+unchanged. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ class _Entry:
 
 @dataclass(frozen=True)
 class Candidate(_Entry):
-    """A checkpoint that was committed under its name, judged by its manifest.
+    """A checkpoint that was committed under its present name, intact or corrupt.
 
     Attributes:
         at: the checkpoint.
-        step: step in the name, equal to the step in the manifest, if there is one.
-        manifest: None if the manifest is corrupt or cannot be judged.
-        corruption: how the manifest is corrupt, or None.
-        error: why the checkpoint cannot be judged: not readable, or of an unknown format version.
+        step: step in the name. If there is a manifest, its step is the same.
+        manifest: the manifest, or None if it is corrupt, not readable, or of an unknown format version.
+        corruption: description of the manifest's corruption, or None.
+        error: the error if the manifest is not readable or has an unknown format version, otherwise None.
     """
 
     step: int
@@ -59,12 +60,12 @@ class Intact(Candidate):
 
 @dataclass(frozen=True)
 class Stranger(_Entry):
-    """An entry that has a checkpoint's name and is not a checkpoint. It is never loaded, counted or deleted.
+    """An entry that is named like a checkpoint but is not one. It is never loaded, counted or deleted.
 
     Attributes:
         at: the entry.
         reason: why it is not a checkpoint.
-        step: the step that it contains, if it is a checkpoint that was copied or renamed; None if this runner did not
+        step: the step in its manifest if it is a checkpoint that was copied or renamed; None if this runner did not
             write it.
     """
 
@@ -73,7 +74,7 @@ class Stranger(_Entry):
 
     @property
     def is_empty_directory(self) -> bool:
-        """Return whether it is an empty directory, which a checkpoint can replace."""
+        """Return whether the entry is an empty directory, which a checkpoint can replace."""
         with contextlib.suppress(OSError):
             return not self.at.wrong_kind() and not self.at.names()
         return False
@@ -81,14 +82,14 @@ class Stranger(_Entry):
 
 @dataclass(frozen=True)
 class Retention:
-    """The rules for which checkpoints to keep. The newest is always kept.
+    """Rules that decide which checkpoints to keep. The newest one is always kept.
 
     Attributes:
         keep_last: keep this many of the newest checkpoints.
-        keep_every_steps: also keep every multiple of this step.
-        keep_best: also keep this many with the best value of `best_metric`.
-        best_metric: name of the metric. Checkpoints saved with another metric are not considered.
-        best_mode: `min` or `max`; NaN is never the best.
+        keep_every_steps: also keep checkpoints at multiples of this step.
+        keep_best: also keep this many checkpoints with the best values of `best_metric`.
+        best_metric: name of the metric. Checkpoints saved with a different metric are not considered.
+        best_mode: `min` if the lowest value is best, `max` if the highest value is best. NaN is never best.
     """
 
     keep_last: int = 3
@@ -98,7 +99,7 @@ class Retention:
     best_mode: str = "min"
 
     def to_delete(self, found: Iterable[Candidate], pinned: Collection[int] = ()) -> list[Candidate]:
-        """Return the intact checkpoints in `found` that need not be kept, oldest first, without `pinned` steps."""
+        """Return the intact checkpoints in `found` that can be deleted, oldest first. Steps in `pinned` are kept."""
         intact = sorted((c for c in found if isinstance(c, Intact)), key=lambda c: c.step)
         kept = {c.path for c in intact[-max(self.keep_last, 1) :]}
         if self.keep_every_steps:
@@ -108,7 +109,7 @@ class Retention:
         return [c for c in intact if c.path not in kept]
 
     def best(self, intact: Iterable[Candidate]) -> list[Candidate]:
-        """Return the checkpoints with a value of the metric, best first, and oldest first among equal ones."""
+        """Return the checkpoints that have a value of the metric, best first. Ties are ordered oldest first."""
         judged = [
             (-m.metric if self.best_mode == "max" else m.metric, c.step, c)
             for c in intact
@@ -118,7 +119,7 @@ class Retention:
 
 
 def scan(store: Store) -> list[Candidate | Stranger]:
-    """List all entries with a checkpoint's name, highest number first. Only the manifests are read.
+    """List all entries that are named like a checkpoint, highest step first. Only the manifests are read.
 
     Raises:
         CheckpointError: the directory is not readable.
@@ -141,7 +142,7 @@ def candidates(store: Store) -> list[Candidate]:
 
 
 def strangers(store: Store) -> list[Stranger]:
-    """List the entries that have a checkpoint's name and are not checkpoints.
+    """List the entries that are named like a checkpoint but are not one.
 
     Raises:
         CheckpointError: the directory is not readable.
@@ -150,9 +151,10 @@ def strangers(store: Store) -> list[Stranger]:
 
 
 def judge(at: Stored) -> Candidate | Stranger | None:
-    """Judge an entry named `step_<number>` by its manifest. Return None if there is none.
+    """Classify an entry named `step_<number>` by its manifest. Return None if the entry does not exist.
 
-    The step in the manifest decides, because a copy of an old checkpoint must not pass as a newer one.
+    The step in the manifest must match the name. Otherwise a renamed copy of an old checkpoint could pass as a newer
+    one.
     """
     step = int(at.path.name.removeprefix("step_"))
     canonical = at.path.name == step_name(step)
@@ -187,16 +189,16 @@ def corruption_of(candidate: Candidate) -> str | None:
     """Read every byte of a checkpoint and return a description of its corruption, or None.
 
     Raises:
-        CheckpointError: it cannot be judged.
+        CheckpointError: the checkpoint is not readable or has an unknown format version.
     """
     return _found_wrong(candidate, manifests.verify)
 
 
 def size_error(candidate: Candidate) -> str | None:
-    """Compare the names and sizes of files with the manifest. Return a description of a difference, or None.
+    """Compare the file names and sizes with the manifest. Return a description of the first difference, or None.
 
     Raises:
-        CheckpointError: it cannot be judged.
+        CheckpointError: the checkpoint is not readable or has an unknown format version.
     """
     return _found_wrong(candidate, _check_sizes)
 
@@ -224,18 +226,18 @@ def _check_sizes(at: Stored, manifest: Manifest) -> None:
 
 
 def newest(store: Store, on_corruption: Callable[[Candidate, str], None] | None = None) -> Intact | None:
-    """Return the checkpoint with the highest step that verifies. Nothing is changed.
+    """Return the newest valid checkpoint without changing anything.
 
     Args:
         store: the checkpoints.
-        on_corruption: called with each corrupt checkpoint of a higher step and a description of its corruption.
+        on_corruption: called with each newer corrupt checkpoint and a description of its corruption.
 
     Returns:
-        None if there is no checkpoint at all.
+        The checkpoint, or None if there are no checkpoints.
 
     Raises:
-        CheckpointError: there are checkpoints and none is valid, or one with a higher step than the newest valid one
-            cannot be judged.
+        CheckpointError: there are checkpoints, but none is valid. Or a checkpoint newer than the newest valid one is
+            not readable or has an unknown format version.
     """
     corruptions = []
     for candidate in candidates(store):
@@ -250,11 +252,11 @@ def newest(store: Store, on_corruption: Callable[[Candidate, str], None] | None 
 
 
 def check_never_saved(store: Store, corruptions: list[str]) -> None:
-    """Distinguish a run without checkpoints, which starts at step 0, from one that has lost all of them.
+    """Check that a run without valid checkpoints has never saved one, so that it may start at step 0.
 
     Args:
         store: the checkpoints.
-        corruptions: description of each corrupt checkpoint that was found.
+        corruptions: descriptions of the corrupt checkpoints that were found.
 
     Raises:
         CheckpointError: a checkpoint is corrupt or renamed, or was set aside earlier.
@@ -270,7 +272,7 @@ def check_never_saved(store: Store, corruptions: list[str]) -> None:
 
 
 def warn_of_strangers(store: Store) -> None:
-    """Log one warning about all entries that have a checkpoint's name and are not checkpoints."""
+    """Log one warning about all entries that are named like a checkpoint but are not one."""
     found = ", ".join(f"{each.path.name} ({each.reason})" for each in strangers(store))
     if found:
         _log.warning(f"not used, since no checkpoint was committed under that name in {store.path}: {found}")
@@ -289,7 +291,8 @@ def choose(
     Args:
         store: the checkpoints of a run.
         which: a step, `last` or `best`.
-        on_corruption: called with each corrupt checkpoint that is newer than the last valid one, and its corruption.
+        on_corruption: called with each corrupt checkpoint that is newer than the last valid one, and a description of
+            its corruption.
 
     Raises:
         UserError: there is no such checkpoint.
@@ -321,7 +324,7 @@ def choose(
 
 
 def judged(store: Store, found: Iterable[Candidate]) -> list[Candidate]:
-    """Return `found` with metrics filled in from evaluations that ran after the save.
+    """Return `found`, with missing metrics filled in from evaluations that ran after the save.
 
     Raises:
         CheckpointError: the results are not readable.
@@ -338,7 +341,7 @@ def judged(store: Store, found: Iterable[Candidate]) -> list[Candidate]:
 
 
 def best(judged: Sequence[Candidate]) -> Candidate | None:
-    """Return the best checkpoint by the newest one's metric and mode, or None if none has a metric."""
+    """Return the best checkpoint, or None if none has a metric. The newest one with a metric sets the rule."""
     manifests = [one.manifest for one in judged if one.manifest and one.manifest.metric is not None]
     if not manifests:
         return None
