@@ -1,7 +1,7 @@
-"""Commit one checkpoint: temporary directory, fsync, manifest, fence, rename, fsync.
+"""Commit one checkpoint: write a temporary directory, fsync, write the manifest, check the fence, rename, fsync.
 
-Each change calls a function of `runner.system.files` that does one thing, so that tests can count the changes and make
-each one fail. Imports no torch.
+Each change on disk is one call of a function in `runner.system.files`, so that tests can count the changes and make
+each one fail. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from runner.checkpoint.files import manifest as manifests
 from runner.checkpoint.files.store import BLOCK_BYTES, Fence, FileRecord, Writer, new_hash
 from runner.system import files, processes
 
-FILE_MODE = 0o644  # minus the umask; never writable by others, whatever the umask
+FILE_MODE = 0o644  # before the umask applies; never writable by other users
 WRITEBACK_BYTES = 8 << 20
-"""Number of bytes after which writeback is started, so that the disk works while the next bytes are hashed."""
+"""Number of bytes after which writeback starts, so that the disk writes while the next bytes are hashed."""
 
 
 def temporary_name(path: Path, fence: Fence, use: str = "") -> Path:
-    """Return a path next to `path` for a temporary directory of this attempt. `use` separates several."""
+    """Return a path next to `path` for a temporary directory of this attempt. A different `use` gives a different
+    path."""
     return path.with_name(f"{path.name}.tmp-{fence.number}-{processes.own_pid()}{use}")
 
 
@@ -33,13 +34,13 @@ def remove_tree(path: Path) -> None:
 
 
 class HashingFile:
-    """A new file, written front to back, that computes its size and XXH3-128.
+    """Write a new file sequentially, and compute its size and XXH3-128 hash.
 
-    Small writes are collected into blocks. `finish` returns size and checksum. After that, `sync` makes the file
-    durable.
+    Small writes are collected into blocks. `finish` returns the size and checksum. Call `sync` afterwards to make the
+    file durable.
 
     Raises:
-        OSError: the file exists, or the file system returned an error.
+        OSError: the file already exists, or the file system returned an error.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,12 +49,12 @@ class HashingFile:
         self._digest = new_hash()
         self._pending = bytearray()
         self._size = 0
-        self._written = self._begun = 0  # bytes written, and bytes with writeback started
+        self._written = self._begun = 0  # bytes written, and bytes whose writeback has started
         self.error: OSError | None = None
-        """Error of the file system, if any: torch.save replaces it by another error."""
+        """The file system error, if any. It is kept because torch.save raises a different error in its place."""
 
     def write(self, data: Any) -> int:
-        """Append bytes or any buffer, and return the number of bytes."""
+        """Append bytes or any other buffer, and return the number of bytes."""
         view = memoryview(data).cast("B")
         self._size += len(view)
         if len(view) < BLOCK_BYTES:
@@ -73,20 +74,20 @@ class HashingFile:
         """Do nothing: the file is not read before `finish`."""
 
     def finish(self) -> FileRecord:
-        """Write the pending bytes, and return the file's entry in the manifest."""
+        """Write the pending bytes, and return the file's entry for the manifest."""
         self._drain()
         self._begin_writeback()
         return FileRecord(self._size, self._digest.hexdigest())
 
     def sync(self) -> None:
-        """Fsync and close."""
+        """Fsync and close the file."""
         try:
             files.fsync_fd(self._fd)
         finally:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close without fsync, unless already closed."""
+        """Close the file without fsync, unless it is already closed."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             files.close_fd(fd)
@@ -117,10 +118,10 @@ class HashingFile:
 
 
 class NewFiles:
-    """New files in one directory, written one after another, that become durable together.
+    """Write new files in one directory, one after another, and make them durable together.
 
-    Writeback of all files is started before the first fsync, which then waits for all of them. As a context manager, it
-    closes files that were not synced.
+    Writeback of all files starts before the first fsync, so that the disk writes all of them while it waits. As a
+    context manager, this object closes files that were not synced.
 
     Args:
         directory: directory of the files.
@@ -138,10 +139,10 @@ class NewFiles:
             file.abandon()
 
     def write(self, name: str, fill: Callable[[HashingFile], Any]) -> FileRecord:
-        """Create a file with the content that `fill` writes, and return its entry in the manifest.
+        """Create a file, let `fill` write its content, and return its entry for the manifest.
 
         Raises:
-            OSError: the file exists, or the file system refused.
+            OSError: the file already exists, or the file system returned an error.
         """
         file = HashingFile(self._directory / name)
         self._files.append(file)
@@ -157,17 +158,17 @@ class NewFiles:
         """Make all files durable.
 
         Raises:
-            OSError: the file system refused.
+            OSError: the file system returned an error.
         """
         while self._files:
             self._files.pop(0).sync()
 
 
 def write_file(path: Path, fill: Callable[[HashingFile], Any]) -> FileRecord:
-    """Create a durable file with the content that `fill` writes.
+    """Create a file, let `fill` write its content, and make the file durable.
 
     Raises:
-        OSError: the file exists, or the file system refused.
+        OSError: the file already exists, or the file system returned an error.
     """
     with NewFiles(path.parent) as new:
         record = new.write(path.name, fill)
@@ -176,12 +177,12 @@ def write_file(path: Path, fill: Callable[[HashingFile], Any]) -> FileRecord:
 
 
 class Transaction:
-    """The temporary directory of one checkpoint. `commit` renames it to the final name, `abort` removes it.
+    """The temporary directory of one checkpoint. `commit` renames it to the final name, and `abort` removes it.
 
     Args:
         final: path of the committed checkpoint.
         fence: fence of this attempt.
-        prepare: called first; creates the checkpoint directory.
+        prepare: function that creates the checkpoint directory. It is called first.
     """
 
     def __init__(self, final: Path, fence: Fence, prepare: Callable[[], None] = lambda: None) -> None:
@@ -193,8 +194,8 @@ class Transaction:
     def begin(self) -> None:
         """Create the directory, then check the fence once more.
 
-        The order matters: a newer attempt takes its fencing number first and sweeps afterwards. So either it sees this
-        directory, or this process sees its number.
+        The order matters: a newer attempt first takes its fencing number and then sweeps. So either the newer attempt
+        sees this directory, or this process sees the newer number.
         """
         self._prepare()
         self._fence.check()
@@ -214,8 +215,8 @@ class Transaction:
             except FileExistsError:
                 if self._fence.number:
                     raise
-                # Without a fencing number, the name has only the PID, which repeats in containers for example. Most
-                # likely the directory is from a killed process.
+                # Without a fencing number, only the PID distinguishes the name, and PIDs repeat, e.g. in containers.
+                # The existing directory is most likely from a killed process.
                 number += 1
                 self.path = temporary_name(self.final, self._fence, f"-again{number}")
 

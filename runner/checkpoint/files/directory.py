@@ -1,16 +1,17 @@
-"""A directory of checkpoints: names, setting aside, deletion, sweeping.
+"""Store checkpoints in a directory: name, set aside, delete, and sweep leftovers.
 
-    step_00000100                    committed; the step in its manifest must be the one in its name
+    step_00000100 committed; the step in its manifest must match its name
     step_00000100.tmp-<fence>-<pid>  being written, deleted or set aside, or left behind by a kill
-    step_00000100.corrupt            set aside: damaged; `.corrupt-2` and so on if that name is taken
-    step_00000100.misnamed           set aside: it contains another step, and its name was needed
+    step_00000100.corrupt set aside because it is corrupt; `.corrupt-2` etc. if that name exists
+    step_00000100.misnamed set aside because its manifest has a different step
 
-All other entries of the directory are left alone. Imports no torch.
+All other entries of the directory are left unchanged. This module does not import torch.
 
-A superseded process changes nothing here, no matter when it wakes up. Each write, deletion and setting aside passes
-through a temporary directory whose name has the fence. The process creates the directory, then checks the fence, and
-then renames something into or out of it. A newer holder first takes its number and then renames the temporary
-directories of older fences. So the older process either fails the check or finds its directory gone.
+A superseded process cannot change anything here, even if it was suspended and wakes up late. To write, delete or set
+aside a checkpoint, a process creates a temporary directory with its fencing number in the name. It then checks the
+fence, and renames an entry into or out of that directory. A newer lease holder first takes its fencing number, then
+renames temporary directories with older numbers. So the older process either fails the check or finds its directory
+gone.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ _log = logging.getLogger(__name__)
 _TEMPORARY = re.compile(
     r"step_\d+(?:\.(?:corrupt|misnamed)(?:-\d+)?)?\.tmp-(?P<fence>\d+)-\d+(?:-taken|-swept\d+|-again\d+)?"
 )
-_TAKEN = "taken"  # name of a complete checkpoint in the temporary directory of its deletion
-NOBODY = Fence()  # for checkpoints that no other process can work on
+_TAKEN = "taken"  # name of a checkpoint in a temporary directory while it is being deleted
+NOBODY = Fence()  # for checkpoints that no other process can change
 _COUNT = itertools.count()
 
 
 @dataclass(frozen=True)
 class Folder:
-    """One checkpoint as a directory. Implements `Stored`."""
+    """A checkpoint that is stored as a directory. Implements `Stored`."""
 
     path: Path
 
@@ -72,11 +73,11 @@ class Folder:
 
 
 class Directory:
-    """The checkpoints of a run as directories in one directory. Implements `Store`.
+    """A run's checkpoints, stored as subdirectories of one directory. Implements `Store`.
 
     Args:
-        path: the directory, created by a save.
-        fence: fence of the attempt that makes changes.
+        path: the directory. The first save creates it.
+        fence: fence of the attempt that changes the checkpoints.
     """
 
     def __init__(self, path: Path, fence: Fence = NOBODY) -> None:
@@ -87,9 +88,10 @@ class Directory:
     def look_anew(self) -> None:
         """Refresh the directory, so that the next listing is current.
 
-        Otherwise checkpoints that another machine committed may be missing: see `files.look_anew`.
+        Without this, checkpoints that a different machine committed may be missing from the listing; see
+        `files.look_anew`.
         """
-        with contextlib.suppress(OSError):  # it may not exist yet, or belong to another user
+        with contextlib.suppress(OSError):  # the directory may not exist yet, or may belong to a different user
             files.look_anew(self.path)
 
     def names(self) -> list[str]:
@@ -134,28 +136,28 @@ class Directory:
             _log.warning(f"checkpoint {name} is {mark} ({why}) and cannot be set aside ({error.strerror})")
 
     def delete(self, name: str) -> None:
-        """Delete a checkpoint atomically, unless it has a pin. A partial one is never visible under its name.
+        """Delete a checkpoint atomically, unless it is pinned. A partly deleted one never has its name.
 
         Raises:
             SupersededError: a newer attempt holds the lease; nothing was changed.
-            OSError: the file system refused.
+            OSError: the file system returned an error.
         """
         path = self.path / name
         container = _take(path, _TAKEN, self._fence)
-        if is_pinned(path):  # checked again: a later pin finds the checkpoint gone
+        if is_pinned(path):  # check again: a process that pins it later finds it gone
             files.rename(container / _TAKEN, path)
         else:
-            files.rename(container / _TAKEN, container / "deleted")  # a name that `sweep` does not put back
+            files.rename(container / _TAKEN, container / "deleted")  # `sweep` does not restore this name
         files.fsync_dir(path.parent)
         remove_tree(container)
 
     def sweep(self) -> None:
         """Remove leftovers of killed saves and deletions. Call it only while this attempt has no save in flight.
 
-        The directory is listed before the fence is checked. So nothing of a newer attempt is in the list, even if this
-        process is stopped in between. Each leftover is renamed first: then an older process cannot rename anything into
-        or out of it. A checkpoint that was being set aside gets its intended name. A checkpoint that was pinned before
-        its deletion gets its old name back.
+        The directory is listed before the fence is checked. So the list cannot contain directories of a newer attempt,
+        even if this process is suspended after the listing. Each leftover is renamed first, so that an older process
+        can no longer rename anything into or out of it. If setting a checkpoint aside was interrupted, it is completed.
+        If a checkpoint was pinned before its deletion, its name is restored.
 
         Raises:
             SupersededError: a newer attempt holds the lease.
@@ -173,8 +175,8 @@ class Directory:
                 for name in files.list_dir(mine):
                     if SET_ASIDE.fullmatch(name) and not files.is_taken(self.path / name):
                         files.rename(mine / name, self.path / name)
-                    # The deletion was killed before it saw the pin. (A checkpoint set aside as corrupt does not count
-                    # as this step.)
+                    # The process was killed before it saw the pin, so restore the checkpoint. (A checkpoint that was
+                    # set aside as corrupt keeps its `.corrupt` name.)
                     if name == _TAKEN and whole == step.name and is_pinned(step) and not files.is_taken(step):
                         files.rename(mine / name, step)
                 files.fsync_dir(self.path)  # otherwise a power loss might restore a name without its content
@@ -191,12 +193,12 @@ class Directory:
         return loose_modes(self.path)
 
     def prepare(self) -> None:
-        """Create the directory durably, even if another process created it."""
+        """Create the directory and make it durable, even if a different process created it."""
         if self._prepared and files.is_dir(self.path):
             return
-        self._fence.check()  # a run that was moved or removed must not be recreated
+        self._fence.check()  # do not recreate the directory of a run that was moved or removed
         parent = self.path.parent
-        if self._fence.number:  # a run's directory exists; it must not be recreated if it was moved
+        if self._fence.number:  # the run directory existed; do not recreate it if it was moved
             with contextlib.suppress(OSError):  # a killed process may have created it without fsync
                 files.fsync_dir(parent.parent)
         else:
@@ -208,19 +210,19 @@ class Directory:
 
 
 def store_of(run: RunDir, fence: Fence = NOBODY) -> Store:
-    """Return the store of a run's checkpoints. To add another kind of store, change this and `make_manager`."""
+    """Return the store of a run's checkpoints. To add a kind of store, change this and `make_manager`."""
     return Directory(run.checkpoints, fence)
 
 
 def leftovers(directory: Path) -> list[Path]:
     """List temporary directories of saves and deletions that are in progress or were killed."""
     named = (directory / name for name in Directory(directory).names() if _TEMPORARY.fullmatch(name))
-    # The runner creates only directories with such names.
+    # The runner creates only directories with these names, so other entries with these names are left unchanged.
     return sorted(path for path in named if files.is_dir(path) and not files.is_link(path))
 
 
 def _take(path: Path, name: str, fence: Fence) -> Path:
-    """Move a checkpoint, as `name`, into a new temporary directory of this attempt. Return that directory."""
+    """Move a checkpoint into a new temporary directory of this attempt, as `name`. Return that directory."""
     container = temporary_name(path, fence, "-taken")
     fence.check()
     files.make_dir(container, files.OWNED)
@@ -229,14 +231,14 @@ def _take(path: Path, name: str, fence: Fence) -> Path:
         files.rename(path, container / name)
     except BaseException:
         with contextlib.suppress(OSError):
-            files.remove_dir(container)  # not if the rename took place despite the error
+            files.remove_dir(container)  # fails if the rename took place despite the error
         raise
     return container
 
 
 def _claim(path: Path, mine: Path, fence: Fence) -> None:
     found = _TEMPORARY.fullmatch(path.name)
-    if found is None or int(found["fence"]) >= fence.number:  # of this attempt's own save, which failed
+    if found is None or int(found["fence"]) >= fence.number:  # left by a failed save of this attempt
         files.rename(path, mine)
         return
     try:

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: its files, with size and checksum.
+"""Read, write and verify the manifest of a checkpoint: the size and checksum of each file.
 
-It is written last, so a directory without one is not a checkpoint. It is canonical JSON with a checksum of itself, so
-any changed byte is detected. Imports no torch.
+The manifest is written last, so a directory without one is not a checkpoint. It is canonical JSON and includes its own
+checksum, so any changed byte is detected. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ T = TypeVar("T")
 NAME = "manifest.json"
 TRAIN_STATE = "train_state.pt"
 VERSION = 2
-"""Format version of checkpoints. This code reads only this version."""
+"""Format version of checkpoints. This code reads no other version."""
 
 BEST_METRIC = "eval_loss"
 BEST_MODES = ("min", "max")
 
 _LARGEST, _LARGEST_TIME = 2**62, 2.0**40
-_MOST_BYTES = 64 << 20  # of a manifest, which is read whole
+_MOST_BYTES = 64 << 20  # maximum size of a manifest, which is read into memory
 
 
 class CorruptionError(Exception):
-    """A checkpoint differs from what was committed. The message names the difference."""
+    """A checkpoint's bytes differ from the committed bytes. The message states the difference."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The facts about a checkpoint that are known without reading its files.
+    """Facts about a checkpoint that can be read without its other files.
 
     Attributes:
         step: completed optimizer steps.
         files: size and checksum of every file except the manifest, by name.
         version: format version.
-        fence: fencing number of the attempt that wrote it.
-        fingerprint: JSON values that must be equal for a run to load it.
-        metric: value of the metric that decides the best checkpoint.
+        fence: fencing number of the attempt that wrote the checkpoint.
+        fingerprint: JSON values that must match for a run to load the checkpoint.
+        metric: value of the metric that ranks checkpoints, or None.
         metric_name: name of the metric, a key of an evaluation's record.
-        metric_mode: one of `BEST_MODES`: whether the lowest or the highest value is the best.
-        world_size: number of ranks that saved it.
-        created: seconds since 1970, for display only.
+        metric_mode: one of `BEST_MODES`: `min` if the lowest value is best, `max` if the highest value is best.
+        world_size: number of ranks that saved the checkpoint.
+        created: time of the save in seconds since 1970, for display only.
     """
 
     step: int
@@ -78,7 +78,7 @@ class Manifest:
 
 
 def canonical(value: dict[str, Any]) -> bytes:
-    """Encode a mapping as canonical JSON: the form of a manifest, and of the part that its checksum covers."""
+    """Encode a mapping as canonical JSON, for a manifest and for computing its checksum."""
     return json.dumps(value, indent=1, sort_keys=True).encode() + b"\n"
 
 
@@ -86,7 +86,7 @@ def check_version(version: Any, where: str) -> None:
     """Raise CheckpointError if a format version is not VERSION.
 
     Raises:
-        CheckpointError: the version differs. The message names both versions and the remedy.
+        CheckpointError: the version differs. The message states both versions and what to do.
     """
     if version != VERSION:
         raise CheckpointError(
@@ -100,7 +100,7 @@ def decode(raw: bytes) -> Manifest:
 
     Raises:
         CorruptionError: `raw` differs from what was written.
-        CheckpointError: `raw` is intact, but of an unknown format version.
+        CheckpointError: `raw` is intact, but has an unknown format version.
     """
     try:
         body = json.loads(raw)
@@ -148,11 +148,11 @@ def _whole(what: str, value: Any) -> int:
 
 
 def read(at: Stored) -> Manifest:
-    """Read the manifest of a checkpoint; see `decode`. If it looks damaged, read it a second time.
+    """Read and decode the manifest of a checkpoint. If it seems corrupt, read it a second time.
 
     Raises:
-        CorruptionError: it is missing or differs from what was written.
-        CheckpointError: it is not readable, or of an unknown format version.
+        CorruptionError: the manifest is missing or differs from what was written.
+        CheckpointError: the manifest is not readable, or has an unknown format version.
     """
     return twice(partial(_read, at))
 
@@ -169,10 +169,10 @@ def _read(at: Stored) -> Manifest:
 
 
 def is_ours(at: Stored) -> bool:
-    """Check whether an entry without an intact manifest is a damaged checkpoint of this runner.
+    """Check whether an entry without an intact manifest is a corrupt checkpoint that this runner wrote.
 
     Raises:
-        CheckpointError: it is not readable.
+        CheckpointError: the entry is not readable.
     """
     if TRAIN_STATE in patiently(at.path, at.names):
         return True
@@ -185,22 +185,22 @@ def is_ours(at: Stored) -> bool:
 
 
 def verify(at: Stored, manifest: Manifest) -> None:
-    """Read the files and compare their sizes and checksums with the manifest. Read a differing file a second time.
+    """Verify the sizes and checksums of all files against the manifest. If a file differs, read it a second time.
 
     Args:
         at: the checkpoint.
         manifest: its manifest.
 
     Raises:
-        CorruptionError: a file is missing, of another size, or changed.
-        CheckpointError: a file is not readable, which is not corruption.
+        CorruptionError: a file is missing, has a different size, or was changed.
+        CheckpointError: a file is not readable. This does not mean that it is corrupt.
     """
     for name in sorted(manifest.files):
         twice(partial(_verify_file, at, name, manifest.files[name]))
 
 
 def twice(check: Callable[[], T]) -> T:
-    """Return the result of `check`, which is called again if it finds corruption.
+    """Return the result of `check`. If it finds corruption, call it a second time.
 
     Raises:
         CorruptionError: `check` found corruption both times.
@@ -223,7 +223,7 @@ def compare(name: str, found: FileRecord, expected: FileRecord) -> None:
     """Compare a file with its entry in the manifest.
 
     Raises:
-        CorruptionError: they differ.
+        CorruptionError: the size or checksum differs.
     """
     if found.size != expected.size:
         raise CorruptionError(f"{name} has {found.size} bytes, but {expected.size} were written")
@@ -232,15 +232,16 @@ def compare(name: str, found: FileRecord, expected: FileRecord) -> None:
 
 
 def read_verified(at: Stored, name: str, manifest: Manifest) -> bytes:
-    """Return the verified content of a file of a checkpoint. If it differs, read it a second time.
+    """Return the verified content of a checkpoint's file. If it differs from the manifest, read it a second time.
 
     Raises:
-        CorruptionError: it is missing, of another size, or changed.
-        CheckpointError: it is not readable, which is not corruption, or the manifest does not name it.
+        CorruptionError: the file is missing, has a different size, or was changed.
+        CheckpointError: the file is not readable (which does not mean that it is corrupt), or it is not in the
+            manifest.
     """
     if name not in manifest.files:
         raise CheckpointError(f"{at.path / name} is refused: it is not in the manifest")
-    most = manifest.files[name].size  # no lower limit: tasks and callbacks may keep much in a train state
+    most = manifest.files[name].size  # no lower limit, because tasks and callbacks may store much in a train state
 
     def read() -> bytes:
         try:
@@ -257,12 +258,12 @@ def read_verified(at: Stored, name: str, manifest: Manifest) -> bytes:
 
 @contextmanager
 def refusing_corruption(path: Path) -> Iterator[None]:
-    """Turn corruption found in the block into an error that ends the command.
+    """Convert a CorruptionError that the `with` block raises into an error that ends the command.
 
-    The checkpoint was already verified when it was chosen.
+    Use it for a checkpoint that was already verified when it was chosen.
 
     Raises:
-        CheckpointError: replaces a CorruptionError.
+        CheckpointError: the block raised CorruptionError.
     """
     try:
         yield
@@ -294,10 +295,11 @@ def record_of(at: Stored, name: str, expected_size: int | None = None) -> FileRe
     Args:
         at: the checkpoint.
         name: name of the file.
-        expected_size: do not read a file of another size, and leave its checksum empty; None: read any size.
+        expected_size: expected size in bytes. A file of a different size is not read, and its checksum stays empty. If
+            None, a file of any size is read.
 
     Raises:
-        OSError: it is missing, not readable, or not a regular file.
+        OSError: the file is missing, not readable, or not a regular file.
     """
     digest, size, buffer = new_hash(), 0, memoryview(bytearray(BLOCK_BYTES))
     file, whole_size = at.open(name)

@@ -1,9 +1,9 @@
-"""Pins: marks on checkpoints that retention must not delete.
+"""Pin checkpoints, so that retention does not delete them.
 
     step_00000100.pinned       an empty file
 
 Anyone with write access to the directory may pin a checkpoint, even while the run trains. A pin does not affect the
-run's results. Imports no torch.
+run's results. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 from runner.system import clock, files
 
 _PIN = re.compile(r"(step_(\d{8,}))\.pinned")
-# Within this time, a deletion that found the pin has put the checkpoint back.
+# Number of checks, and seconds between them. In this time, a deletion that found the pin restores the checkpoint.
 LOOKS, PAUSE_S = 20, 0.05
 
 
 def pinned(directory: Path) -> set[int]:
-    """List the steps of the pins in a directory of checkpoints.
+    """Return the steps that are pinned in a checkpoint directory.
 
     Raises:
         OSError: the directory cannot be read.
@@ -28,7 +28,7 @@ def pinned(directory: Path) -> set[int]:
 
 
 def is_pinned(checkpoint: Path) -> bool:
-    """Check whether the checkpoint at this path, which may no longer exist, has a pin.
+    """Check whether a checkpoint is pinned. The checkpoint itself may no longer exist.
 
     Raises:
         OSError: the directory cannot be read.
@@ -37,7 +37,8 @@ def is_pinned(checkpoint: Path) -> bool:
 
 
 def _pins(directory: Path) -> list[re.Match[str]]:
-    # The directory is listed because a machine may cache for seconds that a name on a network file system is missing.
+    # List the directory instead of looking up the name: on a network file system, a machine may cache for seconds that
+    # a name does not exist.
     try:
         return [pin for name in files.list_dir(directory) if (pin := _PIN.fullmatch(name))]
     except FileNotFoundError:
@@ -45,18 +46,18 @@ def _pins(directory: Path) -> list[re.Match[str]]:
 
 
 def pin(checkpoint: Path) -> bool:
-    """Pin a checkpoint. Return False, without a pin, if it was deleted at the same time.
+    """Pin a checkpoint. If it is deleted at the same time, remove the pin and return False.
 
-    A deletion first moves the checkpoint aside, then looks for a pin, and puts the checkpoint back if there is one.
+    A deletion first moves the checkpoint away and then checks for a pin. If it finds one, it moves the checkpoint back.
 
     Raises:
-        OSError: the file system refused.
+        OSError: the file system returned an error.
     """
     own = _pin(checkpoint)
     try:
         files.create(own, b"")
     except FileExistsError:
-        files.fsync_dir(own.parent)  # the process that set it may have been killed before it was durable
+        files.fsync_dir(own.parent)  # the process that created the pin may have been killed before an fsync
     for _ in range(LOOKS):
         if files.is_dir(checkpoint):
             return True
@@ -66,7 +67,7 @@ def pin(checkpoint: Path) -> bool:
 
 
 def unpin(checkpoint: Path) -> None:
-    """Remove the pin of a checkpoint, if there is one."""
+    """Remove the pin of a checkpoint, if it has one."""
     files.remove(_pin(checkpoint))
 
 

@@ -1,6 +1,6 @@
-"""Read from a file system with occasional errors: retry, and never treat a disk error as corruption.
+"""Read from file systems that fail occasionally: retry after errors, and never treat a disk error as corruption.
 
-Imports no torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from runner.system import clock
 T = TypeVar("T")
 
 PAUSES_S = (0.05, 0.2, 0.75)
-"""Pauses in seconds between tries, long enough for an interrupted call or a restarted server to recover."""
+"""Seconds to wait before each retry, long enough to recover from an interrupted call or a restarted server."""
 
 VERDICTS = frozenset((errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EFBIG))
-"""Errors about the file: missing, not a regular file, too large. Other errors tell nothing about its content."""
+"""Errors that concern the file itself: it is missing, not a regular file, or too large. Others may be transient."""
 
 
 def patiently(path: Path, action: Callable[[], T]) -> T:
-    """Return the result of `action`. Call it again after a file system error that may pass.
+    """Return the result of `action`. Retry after file system errors that may be transient.
 
     Args:
-        path: path that is read, for the message.
-        action: opens and reads the file. Each call must open it again.
+        path: path that `action` reads, for the error message.
+        action: function that opens and reads the file. Each call must open the file again.
 
     Raises:
         UnreadableError: the error persists. The message names the file and the error.
@@ -60,7 +60,7 @@ def newest_step(run: RunDir) -> int:
 
 
 def unreadable(path: Path, error: OSError) -> UnreadableError:
-    """Build the error for a file that cannot be read. It makes no statement about the content."""
+    """Build the error for a file that cannot be read. The file may still be intact."""
     code = errno.errorcode.get(error.errno or 0, "no errno")
     return UnreadableError(
         f"{path} cannot be read ({error.strerror or error}, {code}; tried {len(PAUSES_S) + 1} times): it is left as it "
@@ -70,10 +70,10 @@ def unreadable(path: Path, error: OSError) -> UnreadableError:
 
 @contextlib.contextmanager
 def in_one_line(where: Path) -> Iterator[None]:
-    """Convert a file system error in the block into a one-line message.
+    """Convert a file system error that the `with` block raises into a one-line error.
 
     Raises:
-        CheckpointError: replaces an OSError.
+        CheckpointError: the block raised OSError.
     """
     try:
         yield

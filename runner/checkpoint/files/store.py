@@ -1,6 +1,6 @@
-"""The interface `Store` of a store of checkpoints, and its return types. `directory.Directory` implements it.
+"""Define the interface `Store` for storing checkpoints. `directory.Directory` implements it.
 
-Imports no torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ SET_ASIDE = re.compile(r"step_\d+\.(corrupt|misnamed)(-\d+)?")
 
 
 def step_name(step: int) -> str:
-    """Return the directory name of a step, such as `step_00000100`."""
+    """Return the name of a step's checkpoint, such as `step_00000100`."""
     return f"step_{step:08d}"
 
 
 def new_hash() -> Any:
-    """Return a new XXH3-128 hash. It detects bit rot and torn writes, and is ten times as fast as SHA-256.
+    """Return a new XXH3-128 hasher. It detects bit rot and torn writes, and is ten times as fast as SHA-256.
 
-    It does not protect against forgery, and need not: a user who can write a file can also write the manifest.
+    It does not protect against forgery. SHA-256 would not either, because a user who can change a file can also change
+    the manifest.
     """
     from xxhash import xxh3_128
 
@@ -35,7 +36,7 @@ def new_hash() -> Any:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size in bytes and XXH3-128 of one file."""
+    """The size in bytes and the XXH3-128 hash of a file."""
 
     size: int
     xxh128: str
@@ -46,8 +47,8 @@ class Fence:
     """The fencing number of an attempt.
 
     Attributes:
-        number: 0 if no other process can work on the checkpoints.
-        check: raises SupersededError if a newer attempt holds the lease.
+        number: the fencing number, or 0 if no other process can change the checkpoints.
+        check: function that raises SupersededError if a newer attempt holds the lease.
     """
 
     number: int = 0
@@ -55,22 +56,22 @@ class Fence:
 
 
 class Place(Protocol):
-    """A location with a path for messages. The path need not be on a file system."""
+    """An object with a path for messages. The path need not exist on a file system."""
 
     @property
     def path(self) -> Path: ...
 
 
 class Stored(Place, Protocol):
-    """One stored checkpoint to read, named by its path. It is pickled to be sent to other ranks.
+    """A stored checkpoint, opened for reading by path. Picklable, so that it can be sent to other ranks.
 
-    Methods raise OSError like a file system. The errno separates a missing file from an error that may pass.
+    Methods raise OSError like a file system does. The errno distinguishes a missing file from a transient error.
     """
 
     def wrong_kind(self) -> str | None:
-        """Return what the entry is if it cannot be a checkpoint (`a link`), or None.
+        """Describe the entry if it cannot be a checkpoint, e.g. `a link`. Otherwise, return None.
 
-        Raises FileNotFoundError if there is no entry.
+        Raises FileNotFoundError if the entry does not exist.
         """
 
     def names(self) -> list[str]:
@@ -80,38 +81,38 @@ class Stored(Place, Protocol):
         """Return the size of a file in bytes without opening it."""
 
     def open(self, name: str) -> tuple[BinaryIO, int]:
-        """Open a file for reading from any position. Return it with its size in bytes."""
+        """Open a file for random-access reading. Return the file and its size in bytes."""
 
 
 class Writer(Protocol):
-    """New files of one checkpoint, which become durable together. A context manager that closes them."""
+    """Write new files of one checkpoint and make them durable together. As a context manager, it closes the files."""
 
     def __enter__(self) -> Writer: ...
 
     def __exit__(self, *exception: object) -> None: ...
 
     def write(self, name: str, fill: Callable[[Any], Any]) -> FileRecord:
-        """Create a file with the content that `fill` writes, and return its entry in the manifest."""
+        """Create a file, let `fill` write its content, and return its entry for the manifest."""
 
     def sync(self) -> None:
         """Make all files durable."""
 
 
 class Save(Place, Protocol):
-    """A save of one checkpoint in a temporary place: the checkpoint does not exist until the commit."""
+    """A save of one checkpoint to a temporary location. The checkpoint does not exist until the commit."""
 
     def begin(self) -> None:
-        """Create the place for the files. Raise SupersededError if a newer attempt holds the lease."""
+        """Create the temporary location. Raise SupersededError if a newer attempt holds the lease."""
 
     def commit(self, manifest: bytes, new: Writer) -> None:
         """Write the manifest, make `new` durable, and publish the checkpoint if this attempt holds the lease."""
 
     def abort(self) -> None:
-        """Remove the files, as far as possible."""
+        """Remove the files if possible."""
 
 
 class Store(Place, Protocol):
-    """The store of a run's checkpoints. Changes raise SupersededError if a newer attempt holds the lease."""
+    """A store for a run's checkpoints. Changes raise SupersededError if a newer attempt holds the lease."""
 
     def look_anew(self) -> None:
         """Refresh cached listings, so that checkpoints committed by other machines are visible."""
@@ -123,22 +124,22 @@ class Store(Place, Protocol):
         """Return the entry with this name, which may not exist."""
 
     def save(self, name: str) -> Save:
-        """Return the save of a checkpoint with this name, not begun yet."""
+        """Return a new save of a checkpoint with this name. The caller must call `begin`."""
 
     def writer(self, path: Path) -> Writer:
-        """Return a writer of new files for a save at `path` that this or another rank has begun."""
+        """Return a writer for the files of a save at `path`, which this rank or a different one has begun."""
 
     def set_aside(self, name: str, mark: str, why: str) -> None:
-        """Rename a checkpoint to `name.mark`, or a similar free name. Log a warning, even if that fails.
+        """Rename a checkpoint to `name.mark`, or a similar unused name. Log a warning, even if renaming fails.
 
         Args:
-            name: name of the checkpoint, which is in the way.
+            name: name of the checkpoint.
             mark: `corrupt` or `misnamed`.
             why: reason, for the warning.
         """
 
     def delete(self, name: str) -> None:
-        """Delete a checkpoint atomically, unless it has a pin."""
+        """Delete a checkpoint atomically, unless it is pinned."""
 
     def sweep(self) -> None:
         """Remove leftovers of killed saves and deletions. Call it only while no save is in flight."""
@@ -147,7 +148,7 @@ class Store(Place, Protocol):
         """Return the steps that must not be deleted."""
 
     def results(self) -> dict[int, dict[str, Any]]:
-        """Return results of later evaluations of checkpoints, by step. Raise CheckpointError if unreadable."""
+        """Return results of evaluations after the save, by step. Raise CheckpointError if they cannot be read."""
 
     def warning(self) -> str | None:
         """Return a warning if other users may change the checkpoints, or None."""
