@@ -22,8 +22,7 @@ WRITEBACK_BYTES = 8 << 20
 
 
 def temporary_name(path: Path, fence: Fence, use: str = "") -> Path:
-    """Return a path next to `path` for a temporary directory of this attempt. A different `use` gives a different
-    path."""
+    """Return a path next to `path` for a temporary directory of this attempt. `use` makes the path distinct."""
     return path.with_name(f"{path.name}.tmp-{fence.number}-{processes.own_pid()}{use}")
 
 

@@ -1,9 +1,9 @@
 """Store checkpoints in a directory: name, set aside, delete, and sweep leftovers.
 
-    step_00000100 committed; the step in its manifest must match its name
+    step_00000100                    committed; the step in its manifest must match its name
     step_00000100.tmp-<fence>-<pid>  being written, deleted or set aside, or left behind by a kill
-    step_00000100.corrupt set aside because it is corrupt; `.corrupt-2` etc. if that name exists
-    step_00000100.misnamed set aside because its manifest has a different step
+    step_00000100.corrupt            set aside because it is corrupt; `.corrupt-2` etc. if that name exists
+    step_00000100.misnamed           set aside because its manifest has a different step
 
 All other entries of the directory are left unchanged. This module does not import torch.
 

@@ -1,1 +1,1 @@
-"""The content of a checkpoint: the train state, and tensors in files."""
+"""Save and load the content of a checkpoint: the train state and the tensors."""

@@ -1,4 +1,4 @@
-"""Check that a checkpoint fits this run, before anything of the run is changed."""
+"""Check that a checkpoint matches this run, before any state of the run is changed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _REMEDY = "or start a new run in another directory (run.name or run.dir)"
 
 
 def check_fingerprint(saved: Mapping[str, Any], present: Mapping[str, Any], where: str) -> None:
-    """Compare the parts that both fingerprints have.
+    """Compare the values of the keys that both fingerprints have.
 
     Raises:
-        MismatchError: values differ. The message names them.
+        MismatchError: values differ. The message lists them.
     """
     differences: list[str] = []
     for key in present:
@@ -80,10 +80,10 @@ def check_fit(
     averaged: Averaged | None,
     where: str,
 ) -> None:
-    """Compare a checkpoint with the model, the optimizer and the averaged weights to be loaded from it.
+    """Check that a checkpoint matches the model, the optimizer and the averaged weights that it will be loaded into.
 
     Raises:
-        MismatchError: they differ. The message names the differences.
+        MismatchError: they differ. The message lists the differences.
     """
     collected = collect(model, optimizer, averaged)
     check_model(reader, collected.nested["model"], where)
@@ -97,7 +97,7 @@ def check_model(reader: CheckpointReader, tensors: Tensors, where: str, prefix: 
     """Compare the names, shapes and dtypes of the saved tensors with the model's.
 
     Raises:
-        MismatchError: they differ. The message names the differences.
+        MismatchError: they differ. The message lists the differences.
     """
     saved = reader.names(prefix)
     differences = [f"it lacks {name!r}" for name in tensors if name not in saved]
@@ -116,10 +116,10 @@ def check_model(reader: CheckpointReader, tensors: Tensors, where: str, prefix: 
 
 
 def check_average(reader: CheckpointReader, tensors: Tensors | None, where: str) -> None:
-    """Compare the saved averaged weights with this run's `tensors`, which are None if it has none.
+    """Compare the saved averaged weights with this run's `tensors`, or None if the run has no averaged weights.
 
     Raises:
-        MismatchError: only the checkpoint or only the run has averaged weights, or they differ.
+        MismatchError: exactly one of the checkpoint and the run has averaged weights, or the weights differ.
     """
     saved = AVERAGE_COUNT in reader.entries
     if saved and tensors is None:
@@ -135,10 +135,10 @@ def check_average(reader: CheckpointReader, tensors: Tensors | None, where: str)
 
 
 def check_optimizer(saved: OptimizerState | None, present: OptimizerState, where: str) -> None:
-    """Compare the saved optimizer's class, groups and parameters with this one's.
+    """Compare the class, groups and parameters of the saved and the present optimizer.
 
     Raises:
-        MismatchError: they differ. The message names the differences.
+        MismatchError: they differ. The message lists the differences.
     """
     if difference := optimizer_difference(saved, present):
         raise MismatchError(
@@ -147,7 +147,7 @@ def check_optimizer(saved: OptimizerState | None, present: OptimizerState, where
 
 
 def optimizer_difference(saved: OptimizerState | None, present: OptimizerState) -> str | None:
-    """Describe a difference in class, groups or parameters between the saved and this optimizer, or return None."""
+    """Describe how the class, groups or parameters of the saved and the present optimizer differ, or return None."""
     difference = None
     if saved is None:
         difference = f"it was saved without an optimizer, and this run has {present.class_name}"

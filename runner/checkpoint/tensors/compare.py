@@ -1,6 +1,6 @@
-"""Compare values, tensors and checkpoints bit for bit, and name the differences.
+"""Compare values, tensors and checkpoints bit for bit, and describe the differences.
 
-Tensors are compared by their bytes: zeros of different sign differ, and a NaN equals itself.
+Tensors are compared as raw bytes: 0.0 and -0.0 differ, and NaNs with the same bits are equal.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from runner.checkpoint.files.store import Stored
 if TYPE_CHECKING:
     import torch
 
-LARGEST = 2**62  # of any count in a state
-EVERY = "*"  # see `unlike`
-MISSING = "missing"  # in place of a value that only the other side has
-MAX_SHOWN = 80  # characters of a value in a message
+LARGEST = 2**62  # upper limit of any count in a state
+EVERY = "*"  # stands for all keys; see `unlike`
+MISSING = "missing"  # shown in place of a value that only the other side has
+MAX_SHOWN = 80  # maximum length of a value in a message
 
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """A value that differs: its name, and the value on each side as text."""
+    """A value that differs: its name, and the value on each side as a string."""
 
     name: str
     one: str
@@ -34,7 +34,7 @@ class ValueDifference:
 
 @dataclass
 class CheckpointComparison:
-    """Counts of equal tensors and of the numbers in them, and the differences."""
+    """The number of equal tensors, the number of elements in them, and the differences."""
 
     tensors: int = 0
     values: int = 0
@@ -48,7 +48,7 @@ def compare_checkpoints(
 
     Args:
         one: a verified checkpoint.
-        two: another verified checkpoint.
+        two: a second verified checkpoint.
         manifests: manifests of `one` and `two`.
         ignore: top-level entries of the train states that may differ.
     """
@@ -85,7 +85,7 @@ def compare_checkpoints(
 
 
 def nested_differences(one: Any, two: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the differences of two nested values: the name of the entry, and both entries (tensors as text)."""
+    """Yield each difference between two nested values: the entry's name and both entries (tensors as strings)."""
     if isinstance(one, dict) and isinstance(two, dict):
         for key in dict.fromkeys([*one, *two]):
             yield from nested_differences(one.get(key, MISSING), two.get(key, MISSING), f"{name}.{key}")
@@ -100,14 +100,14 @@ def nested_differences(one: Any, two: Any, name: str) -> Iterator[tuple[str, Any
 
 
 def unlike(value: Any, example: Any, name: str) -> str | None:
-    """Describe the first entry of a value whose type differs from the example's, or return None.
+    """Describe the first entry of `value` whose type does not match `example`, or return None if all match.
 
     Args:
         value: an untrusted value.
-        example: an integer stands for integers of 0 or more, and a float for any number. The items of a list apply to
-            the same items of the value, and the last one to all further items. A tuple stands for as many items. The
-            entries of a mapping apply to the same keys of the value (`{EVERY: ...}`: to all keys). None and other types
-            stand for anything.
+        example: the expected structure. An integer matches integers >= 0, and a float matches any number. The items of
+            a list match the items of the value in order, and the last one also matches all further items. A tuple
+            matches a sequence of the same length. The entries of a mapping match the same keys of the value, or all
+            keys for `{EVERY: ...}`. None and other types match anything.
         name: name of the value, for the description.
     """
     inner: Iterable[tuple[str, Any, Any]] = ()
@@ -133,7 +133,7 @@ def unlike(value: Any, example: Any, name: str) -> str | None:
 
 
 def tensor_difference(one: torch.Tensor, two: torch.Tensor) -> tuple[str, str] | None:
-    """Return the first differing value of two tensors as text for each side, or None if their bytes are equal."""
+    """Return the first differing value of two tensors as a string for each side, or None if their bytes are equal."""
     import torch
 
     if one.shape != two.shape or one.dtype != two.dtype:
@@ -153,7 +153,7 @@ def tensor_difference(one: torch.Tensor, two: torch.Tensor) -> tuple[str, str] |
 
 
 def shown(value: Any) -> str:
-    """Format a value as text of at most `MAX_SHOWN` characters."""
+    """Format a value as a string of at most `MAX_SHOWN` characters."""
     if _is_tensor(value):
         return _kind(value)
     text = value if isinstance(value, str) else json.dumps(value, default=_kind_or_text, skipkeys=True)
@@ -177,5 +177,5 @@ def _is_nan(value: Any) -> bool:
 
 
 def _number(number: Any) -> str:
-    """Format a number so that different bits give different text."""
+    """Format a number so that different bits give different strings."""
     return f"{number!r} = {number.hex()}" if isinstance(number, float) else repr(number)

@@ -1,9 +1,10 @@
-"""Copy tensors to host memory, so that training may continue while they are written.
+"""Copy tensors to host memory, so that training can continue while the copies are written.
 
-Parameters and state of an optimizer change only in an update, so they are copied in the background, during the next
-forward and backward passes. Code of a model or task may write at any time to buffers and to weights without an
-optimizer (a target network's), so these are copied at once. So are parameters that a forward pass changes (an
-embedding with `max_norm`). The first copy is made all at once, and the step after it shows which parameters these are.
+An optimizer's parameters and state change only in an update, so they are copied in the background, during the next
+forward and backward passes. Buffers and weights without an optimizer (e.g. of a target network) are copied immediately,
+because code of a model or task may write to them at any time. So are parameters that a forward pass changes (e.g. an
+embedding with `max_norm`). To find these parameters, the first save copies everything immediately and compares it with
+the tensors after the next passes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ COMPARED = 1 << 23
 
 
 class Copy:
-    """Copies of tensors. `complete` makes those that are still missing, in any thread.
+    """Copies of tensors. `complete` makes the deferred copies and may be called in any thread.
 
     Attributes:
         tensors: copies, by flat name.
@@ -41,16 +42,16 @@ class Copy:
         self._ready = _events(sources[name] for name in self._copied_later)
 
     def complete(self) -> None:
-        """Make the missing copies.
+        """Make the deferred copies.
 
         Raises:
             CheckpointError: a tensor changed before its copy was complete.
         """
         with ExitStack() as entered:
-            if self._ready:  # a new thread uses the first GPU, even if the process trains on another
+            if self._ready:  # a new thread uses the first GPU, even if the process trains on a different one
                 torch.cuda.set_device(next(iter(self._ready)))
             make: Any = torch.cuda.Stream  # has no type annotations
-            streams = [make(device) for device in self._ready]  # separate from the streams that train
+            streams = [make(device) for device in self._ready]  # separate from the training streams
             for stream, event in zip(streams, self._ready.values(), strict=True):
                 stream.wait_event(event)
                 entered.enter_context(torch.cuda.stream(stream))
@@ -67,14 +68,14 @@ class Copy:
         for name in self._copied_later:
             target, source = self.tensors[name], self.sources[name].detach()
             if source.is_cpu and source.is_contiguous() and not source.is_conj() and not source.is_neg():
-                # By numpy, because training needs torch's threads.
+                # Copy with numpy, because training is using torch's threads.
                 np.copyto(flat_bytes(target).numpy(), flat_bytes(source).numpy())
             else:
                 target.copy_(source, non_blocking=source.is_cuda)
 
     @torch.no_grad()
     def changed(self, names: Collection[str]) -> set[str]:
-        """Return which of the sources `names` have changed since the copy began."""
+        """Return the names of the sources among `names` that have changed since the copy began."""
         return {
             name
             for name in names
@@ -86,8 +87,8 @@ class Copy:
 class HostBuffers:
     """Host memory for copies, allocated once and reused by every save.
 
-    A copy into new memory spends most of its time on page faults. Page-locked memory allows asynchronous copies from a
-    GPU.
+    A copy to newly allocated memory spends most of its time on page faults. Page-locked memory allows asynchronous
+    copies from a GPU.
     """
 
     def __init__(self) -> None:
@@ -97,12 +98,12 @@ class HostBuffers:
 
     @torch.no_grad()
     def copy(self, tensors: Tensors, copy_later: Collection[str] = ()) -> Copy:
-        """Copy `tensors` (this rank's shards); the next call overwrites the result.
+        """Copy this rank's shards of `tensors`. The next call overwrites the copies.
 
         Args:
-            tensors: by flat name.
-            copy_later: names of tensors that stay unchanged until `observe` is called, unless a forward pass changes
-                them. The first copy of each is made at once, too.
+            tensors: tensors to copy, by flat name.
+            copy_later: names of tensors whose copies may be deferred, because only a forward pass can change them
+                before `observe` is called. The first copy of each tensor is made immediately.
         """
         sources = {name: shard(tensor) for name, tensor in tensors.items()}
         self._buffers = {name: self._buffer(name, source) for name, source in sources.items()}
@@ -118,13 +119,13 @@ class HostBuffers:
         return Copy(self._buffers, sources, later)
 
     def observe(self, copy: Copy) -> None:
-        """Find out once which tensors the passes change. Call it after the forward and backward passes after a copy."""
+        """Find the tensors that forward and backward passes change. Call this after the passes that follow a copy."""
         new = copy.sources.keys() - self._observed
         self._steady |= new - copy.changed(new)
         self._observed |= new
 
     def never_copy_later(self, names: Collection[str]) -> None:
-        """Copy these tensors at once from now on."""
+        """Copy these tensors immediately from now on."""
         self._steady.difference_update(names)
 
     def _buffer(self, name: str, source: torch.Tensor) -> torch.Tensor:
@@ -136,24 +137,24 @@ class HostBuffers:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place. Writes through `.data` do not count."""
+    """Return the number of in-place changes to a tensor. Writes through `.data` are not counted."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _events(tensors: Iterable[torch.Tensor]) -> dict[torch.device, Any]:
-    """Record an event on the current stream of each GPU that has some of the tensors."""
+    """Record an event on the current stream of each GPU that holds some of the tensors."""
     return {device: torch.cuda.current_stream(device).record_event() for device in _gpus(tensors)}
 
 
 def _gpus(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
-    """List the GPUs that hold some of the tensors: one GPU, unless a model is divided among several."""
+    """List the GPUs that hold some of the tensors: one GPU, unless the model is split across several."""
     return list(dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda))
 
 
 def _same_bytes(source: torch.Tensor, copy: torch.Tensor) -> bool:
     plain = source.resolve_conj().resolve_neg().contiguous()
     one, two = flat_bytes(plain), flat_bytes(copy)
-    # Comparing eight bytes at a time is several times as fast.
+    # Compare eight bytes at a time, which is several times as fast.
     words = len(one) // 8 * 8 if one.storage_offset() % 8 == 0 else 0
     parts = [(one[:words].view(torch.int64), two[:words].view(torch.int64)), (one[words:], two[words:])]
     return all(

@@ -1,12 +1,12 @@
-"""The format of tensor files and of their index.
+"""Define the format of tensor files and of their index.
 
-Each rank writes one file in the format of safetensors: a JSON header, then the bytes of one chunk of each tensor. The
-header also has the offset of each chunk in the whole tensor, in the form that torch's HuggingFaceStorageReader expects.
-So other programs can read the files, on any number of ranks.
+Each rank writes one file in safetensors format: a JSON header, then the bytes of one chunk of each tensor. The header
+also has the offset of each chunk in the complete tensor, in the form that torch's HuggingFaceStorageReader expects. So
+other programs can read the files on any number of ranks.
 
 The index, `tensors.json`, lists the file and offset of each chunk of each tensor. Only numbers and names are read from
-header and index, so no code can be executed. Everything but the values depends only on the plan of a save, which is the
-same from save to save.
+the header and the index, so reading them cannot execute code. Everything except the values depends only on the write
+plan, which is the same for every save.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from runner.errors import CheckpointError
 
 INDEX = "tensors.json"
 
-# Names in safetensors. A dtype that it lacks (complex128) is stored as raw bytes; the index has the real dtype.
+# Names of dtypes in safetensors. A dtype without a name (complex128) is stored as raw bytes, and the index has its
+# dtype.
 _NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -53,8 +54,8 @@ class Part:
     Attributes:
         name: flat name of the tensor.
         dtype: dtype of the tensor.
-        shape: shape of the whole tensor.
-        offsets: start of the chunk in the whole tensor, by dimension.
+        shape: shape of the complete tensor.
+        offsets: start of the chunk in the complete tensor, by dimension.
         sizes: shape of the chunk.
     """
 
@@ -74,7 +75,7 @@ class Chunk:
     """A stored part of a tensor.
 
     Attributes:
-        offsets: start of the chunk in the whole tensor, by dimension.
+        offsets: start of the chunk in the complete tensor, by dimension.
         sizes: shape of the chunk.
         file: the file that contains it.
         start: offset in the file, in bytes.
@@ -96,17 +97,17 @@ class Entry:
 
 
 def file_name(rank: int) -> str:
-    """Return the file name of a rank, such as `rank_00000.safetensors`."""
+    """Return the name of the file that a rank writes, such as `rank_00000.safetensors`."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def arranged(parts: Iterable[Part]) -> list[Part]:
-    """Sort the parts in the order of a file. It is the order of safetensors, which aligns chunks to their elements."""
+    """Sort the parts as in a file. Like in safetensors, the order aligns each chunk to its element size."""
     return sorted(parts, key=lambda part: -part.dtype.itemsize)
 
 
 def header(parts: Sequence[Part]) -> bytes:
-    """Return the first bytes of a file of arranged `parts`: the length of the JSON (8 bytes), and the JSON."""
+    """Return the first bytes of a file of arranged `parts`: the length of the JSON (8 bytes), then the JSON."""
     described: dict[str, Any] = {
         "__metadata__": {
             "format": "pt",
@@ -145,7 +146,8 @@ def entries(raw: bytes, manifest: Manifest) -> dict[str, Entry]:
     """Parse the index, the inverse of `index`. Check that each chunk is inside its tensor and its file.
 
     Raises:
-        CheckpointError: a chunk is outside, or the index has anything other than names and numbers.
+        CheckpointError: a chunk is outside its tensor or file, or the index contains anything other than names and
+            numbers.
     """
     try:
         body = json.loads(raw)
@@ -160,14 +162,14 @@ def entries(raw: bytes, manifest: Manifest) -> dict[str, Entry]:
 def _entry(name: str, described: Any, names: list[str], manifest: Manifest) -> Entry:
     kind, shape, chunks = described
     dtype = getattr(torch, kind, None)
-    if not isinstance(dtype, torch.dtype) or kind.startswith("q"):  # a quantized tensor has more than values
+    if not isinstance(dtype, torch.dtype) or kind.startswith("q"):  # a quantized tensor also has scales
         raise CheckpointError(f"{name!r} has no dtype, but {kind!r:.80}")
     size = _sizes(name, shape)
     made = tuple(_chunk(name, size, dtype, chunk, names, manifest) for chunk in chunks)
     values = sum(math.prod(chunk.sizes) for chunk in made)
     if values < math.prod(size):
         raise CheckpointError(f"values of {name!r} are missing")
-    if values > math.prod(size) or _overlap(made):  # if some are there twice, others may be missing
+    if values > math.prod(size) or _overlap(made):  # overlapping chunks may hide missing values
         raise CheckpointError(f"values of {name!r} are there twice")
     return Entry(size, dtype, made)
 
@@ -189,8 +191,8 @@ def _chunk(
 
 
 def _overlap(chunks: Sequence[Chunk]) -> bool:
-    """Check whether two chunks of a tensor have a value in common."""
-    before: list[Chunk] = []  # chunks that reach the next one in the first dimension
+    """Check whether any two chunks of a tensor overlap."""
+    before: list[Chunk] = []  # chunks that overlap the next one in the first dimension
     for chunk in sorted((each for each in chunks if math.prod(each.sizes)), key=lambda each: each.offsets):
         before = [each for each in before if not each.offsets or each.offsets[0] + each.sizes[0] > chunk.offsets[0]]
         if any(_share(chunk, each) for each in before):

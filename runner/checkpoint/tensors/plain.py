@@ -1,9 +1,8 @@
-"""Read plain values from an untrusted file: `weights_only=True` runs no code, and this module bounds their size.
+"""Read plain values from an untrusted file. `weights_only=True` runs no code, and this module limits their size.
 
-A pickle of a few kilobytes may nest values so deeply that Python's stack overflows when one is hashed as a dict key. Or
-it may refer to the same value so often that a walk through it takes years. So the nesting is computed from the pickle's
-operations before any value is built. The nesting of the values is checked afterwards, because lists and dicts may
-contain themselves.
+A pickle of a few kilobytes can nest values so deeply that hashing one as a dict key overflows Python's stack. It can
+also refer to the same value so often that traversing it takes years. So the nesting depth is computed from the pickle's
+opcodes before any value is built. The built values are checked again, because lists and dicts can contain themselves.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ from typing import Any
 import torch
 
 MAX_DEPTH = 100
-"""Deepest nesting of values. States have about ten levels."""
+"""Maximum nesting depth of values. Train states have about ten levels."""
 MOST_REPEATED = 100
-"""Highest ratio of the values that a walk visits to the bytes of the file: some values are referred to repeatedly."""
+"""Maximum number of values that a traversal visits, per byte of the file. Shared values are visited repeatedly."""
 
 MAX_BITS = 4096
-"""Most bits of an integer: Python refuses to print much larger ones."""
+"""Maximum number of bits of an integer. Python refuses to print much larger ones."""
 
 _IN_PLACE = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}
 _Extent = tuple[int, int]
-"""Nesting depth of a value, and the number of values that a walk through it visits."""
+"""The nesting depth of a value, and the number of values that a traversal visits."""
 
 
 def load(raw: bytes) -> Any:
-    """Load a file written by torch.save with numbers, strings and tensors, and dicts, lists and tuples of them.
+    """Load a torch.save file that contains only numbers, strings, tensors, and dicts, lists and tuples of them.
 
     Raises:
         ValueError: the values are nested too deeply, or torch.save did not write the file.
-        Exception: torch's error if the file contains anything else. None of its code was run.
+        Exception: torch's error if the file contains anything else. No code from the file was run.
     """
     most = MOST_REPEATED * len(raw)
     try:
@@ -55,7 +54,7 @@ def _pickle_in(raw: bytes) -> bytes:
 
 
 def _around(inner: Iterable[_Extent], most: int) -> _Extent:
-    """Compute the extent of a value that contains others.
+    """Compute the extent of a container from the extents of its items.
 
     Raises:
         ValueError: the value is nested too deeply or has too many values.
@@ -71,7 +70,7 @@ def _around(inner: Iterable[_Extent], most: int) -> _Extent:
 
 
 def _check_pickle(pickled: bytes, most: int) -> None:
-    """Interpret the operations of a pickle with extents in place of values.
+    """Interpret the opcodes of a pickle, computing extents in place of values.
 
     Raises:
         ValueError: a value is nested too deeply, or the pickle is malformed.
@@ -105,7 +104,7 @@ def _check_pickle(pickled: bytes, most: int) -> None:
 
 
 def _check_values(top: Any, most: int) -> None:
-    """Walk through a value without recursion.
+    """Traverse a value without recursion, and check its nesting.
 
     Raises:
         ValueError: the value is nested too deeply, or contains itself.

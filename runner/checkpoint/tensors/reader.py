@@ -1,8 +1,7 @@
-"""Read the tensors of a checkpoint without running code from it: only names and numbers, see `layout`.
+"""Read the tensors of a checkpoint without running code from it. Only names and numbers are read; see `layout`.
 
-Chunks are matched by their offset in the whole tensor, so a checkpoint saved on any number of ranks can be loaded on
-any other number. They are read directly into their target memory, without an intermediate copy. Files to verify are
-verified in the same pass.
+Chunks are matched by their offset in the complete tensor, so a checkpoint can be loaded on a different number of ranks.
+They are read directly into the target memory, without an intermediate copy. Files can be verified in the same pass.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ _DIRECT_BYTES = 1 << 18
 """Chunks of at least this size are read directly into their target. Smaller ones are read together and copied."""
 
 _STAGED_BYTES = 16 << 20
-"""Number of bytes read at once for targets that need a copy, on a GPU for example."""
+"""Number of bytes read at once for targets that need a copy, e.g. on a GPU."""
 
 _OPEN_FILES = 64
-"""Number of files kept open for later reads: a checkpoint has one file for each rank that saved it."""
+"""Maximum number of files kept open for later reads. A checkpoint has one file for each rank that saved it."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,11 @@ class _Piece:
     Attributes:
         start: offset in the file, in bytes.
         length: number of bytes.
-        target: tensor to fill, of any layout on any device.
+        target: tensor to fill, with any layout and on any device.
         memory: memory of the target, if the bytes can be read directly into it.
         dtype: dtype of the values in the file.
-        shape: shape of the values in the file: whole rows of a chunk.
-        part: part of the rows that belongs into `target`; empty for all.
+        shape: shape of the values in the file, which are complete rows of a chunk.
+        part: slices of these rows that `target` receives; empty if it receives all.
     """
 
     start: int
@@ -62,7 +61,7 @@ class _Piece:
         return self.start + self.length
 
     def put(self, content: memoryview) -> None:
-        """Copy content that was read elsewhere into the target."""
+        """Copy content, which was read into a separate buffer, to the target."""
         if self.memory is not None:
             self.memory[:] = content
             return
@@ -72,11 +71,11 @@ class _Piece:
 
 
 class CheckpointReader:
-    """A reader of the tensors of one checkpoint, by flat name (`model.…`, `optimizer.state.…`). A context manager.
+    """Read the tensors of one checkpoint by flat name (`model.…`, `optimizer.state.…`), as a context manager.
 
     Raises:
         CorruptionError: the index differs from what was written.
-        CheckpointError: the index contains something that does not belong in a checkpoint, or is not readable.
+        CheckpointError: the index contains an object that does not belong in a checkpoint, or is not readable.
     """
 
     def __init__(self, at: Stored, manifest: Manifest) -> None:
@@ -106,7 +105,7 @@ class CheckpointReader:
         return {name[len(prefix) :]: entry for name, entry in self.entries.items() if name.startswith(prefix)}
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a whole tensor, on the CPU."""
+        """Read a complete tensor to the CPU."""
         entry = self.entries[name]
         target = torch.empty(entry.size, dtype=entry.dtype)
         self.want(name, target, (0,) * len(entry.size))
@@ -114,7 +113,7 @@ class CheckpointReader:
         return target
 
     def want(self, name: str, target: torch.Tensor, offsets: Sequence[int]) -> None:
-        """Request the part of tensor `name` that begins at `offsets`. The next `fetch` fills `target` with it.
+        """Request the part of tensor `name` that begins at `offsets`. The next `fetch` reads it into `target`.
 
         Raises:
             CheckpointError: the chunks do not cover that part.
@@ -141,7 +140,8 @@ class CheckpointReader:
                 second time.
 
         Raises:
-            CorruptionError: one of them differs from what was written. The targets may hold anything then.
+            CorruptionError: one of the `verified` files differs from what was written. The contents of the targets are
+                then undefined.
             CheckpointError: a file is not readable.
         """
         wanted, self._wanted = self._wanted, {}
@@ -161,7 +161,7 @@ class CheckpointReader:
         return self._open[name]
 
     def _read_verified(self, name: str, pieces: Sequence[_Piece]) -> None:
-        """Read a whole file once, front to back, and fill the pieces from it."""
+        """Read a complete file once, sequentially, and fill the pieces from it."""
         expected, source = self._manifest.files[name], self._source(name)
         try:
             size = source.size()
@@ -175,7 +175,7 @@ class CheckpointReader:
 
 
 def load_train_state(at: Stored, manifest: Manifest) -> dict[str, Any]:
-    """Load the content of train_state.pt: plain values and tensors.
+    """Load train_state.pt, which contains plain values and tensors.
 
     Raises:
         CorruptionError: the file differs from what was written.
@@ -198,7 +198,7 @@ def load_train_state(at: Stored, manifest: Manifest) -> dict[str, Any]:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the line of torch's long `weights_only` advice that names the refused class, or the first line."""
+    """Return the line of torch's `weights_only` error that names the refused class, or else the first line."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if "GLOBAL" in line or "WeightsUnpickler error" in line]
     return " ".join([*named, *lines, type(error).__name__][0].split())[:160]
@@ -207,7 +207,7 @@ def _first_line(error: Exception) -> str:
 def _overlap(
     chunk: Chunk, offsets: Sequence[int], sizes: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return where a region of a tensor and a chunk overlap, as slices of each, or None if they do not."""
+    """Return the overlap of a region of a tensor and a chunk, as slices of each, or None if they do not overlap."""
     into, source = [], []
     for begin, size, chunk_begin, chunk_size in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True):
         start, stop = max(begin, chunk_begin), min(begin + size, chunk_begin + chunk_size)
@@ -225,7 +225,7 @@ def _pieces(chunk: Chunk, dtype: torch.dtype, target: torch.Tensor, source: tupl
     rows, others = (source[0], chunk.sizes[1:]) if source else (slice(0, 1), ())
     whole_rows = all(part == slice(0, size) for part, size in zip(source[1:], others, strict=True))
     part = () if whole_rows else (slice(None), *source[1:])
-    length = math.prod(others) * dtype.itemsize  # of a row
+    length = math.prod(others) * dtype.itemsize  # bytes per row
     start, count = chunk.start + rows.start * length, rows.stop - rows.start
     memory = _memory(target, dtype) if whole_rows else None
     if memory is not None or not source:
@@ -257,7 +257,7 @@ class _Source:
         """Return the size of the file in bytes.
 
         Raises:
-            CheckpointError: it is not readable.
+            CheckpointError: the file is not readable.
             OSError: the file is missing or not a regular file.
         """
         patiently(self._path, self._opened)
@@ -267,7 +267,7 @@ class _Source:
         """Fill `view` with the bytes that begin at `start`.
 
         Raises:
-            CheckpointError: it is not readable.
+            CheckpointError: the file is not readable.
             CorruptionError: the file is too short.
         """
         try:
@@ -314,7 +314,7 @@ def _read_piece(source: _Source, piece: _Piece) -> None:
 
 
 class _Sweep:
-    """One pass over a file, front to back, that hashes every byte and fills pieces."""
+    """Read a file once, sequentially, hashing every byte and filling pieces."""
 
     def __init__(self, source: _Source, pieces: Sequence[_Piece]) -> None:
         self._source = source
@@ -370,7 +370,7 @@ class _Sweep:
 
 
 def tensors(at: Stored, manifest: Manifest, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors whose name starts with `prefix`, one at a time, with the rest of the name."""
+    """Yield tensors whose name starts with `prefix`, one at a time, as (rest of the name, tensor)."""
     with CheckpointReader(at, manifest) as reader:
         for name in reader.names(prefix):
             yield name, reader.read(prefix + name)

@@ -27,10 +27,10 @@ from runner.checkpoint.tensors.state import Averaged, OptimizerLike, OptimizerSt
 
 
 def fill(reader: CheckpointReader, name: str, target: torch.Tensor) -> None:
-    """Request the tensor `name`, or this rank's shard of it, in `target`. `reader.fetch` reads it."""
+    """Request the tensor `name`, or this rank's shard of it. `reader.fetch` reads it into `target`."""
     offsets: tuple[int, ...] = (0,) * target.dim()
     part = local(target)
-    if is_sharded(target):  # the call that torch.distributed.checkpoint makes
+    if is_sharded(target):  # torch.distributed.checkpoint also calls this
         offsets = tuple(target.__create_chunk_list__()[0].offsets)  # type: ignore[attr-defined]
     if part.numel():
         reader.want(name, part, offsets)
@@ -50,12 +50,12 @@ def load_tensors(
         reader: the checkpoint.
         state: its train state.
         model: the model.
-        optimizer: its optimizer; None: leave it out.
-        averaged: the average of the model's weights, if there is one.
-        verified: names of files that are verified in the same pass, see `CheckpointReader.fetch`.
+        optimizer: its optimizer, or None to skip it.
+        averaged: the averaged weights of the model, or None.
+        verified: names of files to verify in the same pass, see `CheckpointReader.fetch`.
 
     Raises:
-        CorruptionError: one of these files is corrupt. Model and optimizer may hold anything.
+        CorruptionError: a `verified` file is corrupt. The contents of the model and optimizer are then undefined.
     """
     load_model(reader, model, model_state(model)[0], state.model_extra)
     if optimizer is not None and state.optimizer is not None:
@@ -87,9 +87,10 @@ def load_model(reader: CheckpointReader, model: nn.Module, tensors: Tensors, ext
 def load_optimizer(reader: CheckpointReader, model: nn.Module, optimizer: OptimizerLike, saved: OptimizerState) -> None:
     """Replace the optimizer's state and the options of its groups. The next `reader.fetch` fills its tensors.
 
-    Parameters without saved state (never used, frozen) have none afterwards. A state tensor with its parameter's shape
-    is sharded like the parameter. Any other is complete on every rank. Existing tensors that fit are filled in place,
-    because allocating new memory takes several times as long as reading into existing memory.
+    Parameters without saved state (unused or frozen) have no state afterwards. A state tensor with its parameter's
+    shape is sharded like the parameter. Any other state tensor is replicated on every rank. Existing tensors with a
+    matching shape and dtype are filled in place, because allocating new memory takes several times as long as reading
+    into existing memory.
     """
     on_cpu = set(saved.on_cpu)
     entries = _by_parameter(reader.names(OPTIMIZER), saved)
@@ -125,7 +126,7 @@ def _by_parameter(entries: Mapping[str, Entry], saved: OptimizerState) -> dict[s
 
 @torch.no_grad()
 def _target(entry: Entry, parameter: nn.Parameter, on_cpu: bool, present: Any) -> torch.Tensor:
-    """Return a tensor for one entry of a parameter's state: `present` if it fits, otherwise a new one."""
+    """Return a tensor for one entry of a parameter's state: `present` if it matches, otherwise a new tensor."""
     device = torch.device("cpu") if on_cpu else parameter.device
     sharded = entry.size == tuple(parameter.shape) and bool(entry.size)
     if isinstance(present, torch.Tensor) and type(present) is (type(parameter.data) if sharded else torch.Tensor):

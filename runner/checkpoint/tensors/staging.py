@@ -1,8 +1,8 @@
-"""Collect the tensors and values of a model and an optimizer under names independent of wrappers and ranks.
+"""Collect the tensors and values of a model and an optimizer, under names that do not depend on wrappers or ranks.
 
-The names are the same for a plain module, in DistributedDataParallel, under FSDP2 (`fully_shard`) and `torch.compile`.
-An optimizer's state is keyed by parameter name instead of index. Tensors go to torch.distributed.checkpoint. The rest
-(hyperparameters, counters, module extras) goes into train_state.pt.
+The names are the same for a plain module and with DistributedDataParallel, FSDP2 (`fully_shard`) or `torch.compile`. An
+optimizer's state is keyed by parameter name instead of index. The planner of torch.distributed.checkpoint assigns the
+tensors to ranks. All other values (hyperparameters, counters, module extras) are saved in train_state.pt.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ MODEL = "model."
 OPTIMIZER = "optimizer.state."
 AVERAGE = "ema."
 AVERAGE_COUNT = "ema_updates"
-"""Flat name of the number of updates of the averaged weights."""
+"""Flat name of the tensor that counts updates of the averaged weights."""
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclass
 class Collected:
-    """References to everything that a checkpoint needs of model and optimizer.
+    """References to all tensors and values of the model and optimizer that a checkpoint contains.
 
     Attributes:
         tensors: all tensors, by flat name.
-        nested: the same tensors in the form that torch.distributed.checkpoint expects, {"model": ..., "optimizer":
-            ...}; with averaged weights also {"ema": ...}.
+        nested: the same tensors in the form that torch.distributed.checkpoint expects: {"model": ..., "optimizer":
+            ...}, and {"ema": ...} for averaged weights.
         model_extra: entries of the model's state dict that are not tensors; None if there are none.
         optimizer: the optimizer's values that are not tensors; None without an optimizer.
     """
@@ -47,12 +47,12 @@ class Collected:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """Return the module inside DistributedDataParallel, or `model` itself."""
+    """Return the module inside DistributedDataParallel, or `model` if it is not wrapped."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without the parts that wrappers insert."""
+    """Return a parameter's name without the components that wrappers insert."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -83,7 +83,7 @@ def class_name(optimizer: OptimizerLike) -> str:
 
 
 def parameter_names(model: nn.Module, optimizer: OptimizerLike) -> dict[torch.Tensor, str]:
-    """Return the name of each of the optimizer's parameters.
+    """Map each of the optimizer's parameters to its name.
 
     Raises:
         CheckpointError: a parameter is not in the model.
@@ -122,7 +122,7 @@ def _collect_optimizer(collected: Collected, optimizer: OptimizerLike, names: Ma
     state: dict[str, Tensors] = {}
     values: dict[str, dict[str, Any]] = {}
     on_cpu = []
-    # For these, torch requires even the step counter on the parameter's device.
+    # Fused and capturable optimizers need even the step counter on the parameter's device.
     on_device = {p for group in optimizer.param_groups if _counts_on_device(group) for p in group["params"]}
     for parameter, entries in optimizer.state.items():
         name = names[parameter]
@@ -133,14 +133,15 @@ def _collect_optimizer(collected: Collected, optimizer: OptimizerLike, names: Ma
             entry = f"{name}.{key}"
             collected.tensors[OPTIMIZER + entry] = value
             state.setdefault(name, {})[str(key)] = value
-            # If the parameter is on the CPU too, a scalar such as the step counter stays there on any device.
+            # If the parameter is on the CPU too, a scalar such as the step counter stays on the CPU after a move to a
+            # GPU.
             if value.is_cpu and (not parameter.is_cpu or (value.dim() == 0 and parameter not in on_device)):
                 on_cpu.append(entry)
     groups = [
         {**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
     ]
     collected.nested["optimizer"] = {"state": state}
-    # Sorted, because a resume on several ranks fills the state in another order.
+    # Sorted, because a resume on several ranks fills the state in a different order.
     collected.optimizer = OptimizerState(class_name(optimizer), groups, values, sorted(on_cpu))
 
 
@@ -149,7 +150,7 @@ def _counts_on_device(group: Mapping[str, Any]) -> bool:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Check whether a tensor is a DTensor, so that each rank has a shard."""
+    """Check whether a tensor is a DTensor, of which each rank has a shard."""
     return hasattr(tensor, "to_local")
 
 
@@ -169,10 +170,10 @@ _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dty
 
 
 def snapshot(value: Any, path: _Path = "train state") -> Any:
-    """Copy plain values and tensors (to the CPU), so that later changes of the original do not affect the copy.
+    """Copy plain values and tensors (to the CPU), so that later changes to the original do not affect the copy.
 
-    The copy can be loaded with `weights_only=True`: numpy scalars become numbers. Values that need code to be loaded
-    are refused now, not at the resume.
+    The copy can be loaded with `weights_only=True`. Numpy scalars become numbers. Values that need code to be loaded
+    raise an error now, not at the resume.
 
     Raises:
         CheckpointError: `value` contains another type. The message names the entry and its type.
@@ -199,11 +200,11 @@ def _formatted(path: _Path) -> str:
 
 
 def _as_plain(value: Any, path: _Path) -> Any:
-    """Convert a numpy scalar, or an instance of a subclass, to the number or string behind it."""
+    """Convert a numpy scalar, or an instance of a subclass of a plain type, to a plain number or string."""
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         return snapshot(value.item(), path)
     for plain in (int, float, str):
-        if isinstance(value, plain):  # an enum, say
+        if isinstance(value, plain):  # e.g. an enum
             return plain(value)
     raise CheckpointError(
         f"{_formatted(path)} is a {type(value).__module__}.{type(value).__qualname__}, but a checkpoint holds only "

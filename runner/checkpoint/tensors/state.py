@@ -1,6 +1,6 @@
-"""The train state of a run besides tensors: step, tokens, random generators, scheduler, data position.
+"""Build and restore the train state of a run: step, tokens, random generators, scheduler and data position.
 
-`TrainState` defines the content and the keys of train_state.pt; `extra` adds more. All of it can be loaded with
+`TrainState` defines the keys of train_state.pt, and `extra` adds further ones. All values can be loaded with
 `torch.load(weights_only=True)`: numbers, strings, tensors, and dicts, lists and tuples of them.
 """
 
@@ -30,7 +30,7 @@ class Stateful(Protocol):
 
 
 class OptimizerLike(Protocol):
-    """The parts of an optimizer that a checkpoint needs: torch's, or several combined (with a `class_name`)."""
+    """The parts of an optimizer that a checkpoint needs. Several optimizers combined also define a `class_name`."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -51,10 +51,10 @@ class OptimizerState:
     """The values of an optimizer that are not tensors. Parameters are named as in the model.
 
     Attributes:
-        class_name: class of the optimizer; names and classes if several are combined.
+        class_name: class of the optimizer, or names and classes if several are combined.
         param_groups: the options of each group, and the names of its parameters as `params`.
         values: entries of the state that are not tensors, by parameter and key.
-        on_cpu: `<parameter>.<key>` of each tensor that stays on the CPU, on whichever device its parameter is.
+        on_cpu: `<parameter>.<key>` of each tensor that stays on the CPU, regardless of its parameter's device.
     """
 
     class_name: str
@@ -65,16 +65,16 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class TrainState:
-    """The content of train_state.pt. Each field except `extra` is a key. Entries that are None are left out.
+    """The content of train_state.pt. Each field except `extra` is a key. Entries that are None are omitted.
 
     Attributes:
         step: completed optimizer steps.
         tokens_seen: tokens trained on so far, over all ranks.
-        rng: random generators of this rank (in the file: of rank 0), see `get_rng_state`.
+        rng: random generators of this rank; in the file, those of rank 0. See `get_rng_state`.
         scheduler: state of the learning-rate scheduler.
-        dataloader: state of this rank's dataloader (in the file: of rank 0's).
+        dataloader: state of this rank's dataloader; in the file, of rank 0's dataloader.
         rng_by_rank: `rng` of every rank.
-        dataloader_by_rank: `dataloader` of every rank, if there were several.
+        dataloader_by_rank: `dataloader` of every rank, if there were several ranks.
         optimizer: values of the optimizer that are not tensors.
         model_extra: entries of the model's state dict that are not tensors.
         version: format version of the checkpoint.
@@ -143,7 +143,7 @@ def check_like(state: Any, example: Any, where: str) -> None:
     """Check that the types of an untrusted state match an example; see `unlike`.
 
     Raises:
-        CheckpointError: a type differs. The message names the first such entry.
+        CheckpointError: a type differs. The message names the first entry with a wrong type.
     """
     if difference := unlike(state, example, where):
         raise CheckpointError(f"{difference}: it was edited; use another checkpoint")
@@ -153,7 +153,7 @@ def require(state: Mapping[str, Any], keys: Iterable[str], where: str) -> None:
     """Check that `state` has all `keys`.
 
     Raises:
-        CheckpointError: a key is missing. The message names it and the present keys.
+        CheckpointError: a key is missing. The message names the missing key and lists the existing keys.
     """
     for key in keys:
         if key not in state:
@@ -165,11 +165,9 @@ def get_rng_state() -> StateDict:
     """Return the states of this process's global random generators.
 
     Returns:
-        `python` (the tuple of `random.getstate`), `numpy` (the legacy global generator as a dict of numbers and one
-            int64 tensor), `torch_cpu` (uint8 tensor) and, with CUDA, `torch_cuda` (uint8 tensor of the current device,
-            because each rank keeps the state of its device).
-        int64 tensor), `torch_cpu` (uint8 tensor) and, where there is CUDA, `torch_cuda` (uint8 tensor of the current
-        device: each rank keeps its own).
+        A dict with `python` (the tuple of `random.getstate`), `numpy` (the legacy global generator as a dict of numbers
+            and one int64 tensor), `torch_cpu` (uint8 tensor) and, with CUDA, `torch_cuda` (uint8 tensor of the current
+            device, because each rank saves the state of its device).
 
     Example:
         >>> import torch
@@ -242,7 +240,7 @@ def _tuples(value: Any) -> Any:
 
 
 def _numpy_legacy(state: Any) -> Any:
-    """Return the argument of `np.random.set_state` from either form."""
+    """Convert either form of numpy's state to the argument of `np.random.set_state`."""
     if not isinstance(state, Mapping):
         return tuple(state)
     keys = torch.as_tensor(state["keys"]).numpy().astype(np.uint32)
@@ -250,7 +248,7 @@ def _numpy_legacy(state: Any) -> Any:
 
 
 def _own_device(state: Any) -> torch.Tensor:
-    """Return the state for the current device, from one tensor or a list by device."""
+    """Return the state for the current device, given one tensor or a list with one tensor per device."""
     chosen = state
     if isinstance(state, (list, tuple)):
         chosen = state[torch.cuda.current_device() % len(state)]
@@ -260,11 +258,11 @@ def _own_device(state: Any) -> torch.Tensor:
 
 
 def rng_for_rank(by_rank: list[StateDict], rank: int) -> StateDict:
-    """Return the random generators of `rank`, from those of all ranks of a run that may have had fewer.
+    """Return the generator states for `rank`, given the states of all ranks at the save, which may have been fewer.
 
-    A rank that existed at the save gets the state that it saved. A new rank gets generators seeded with SHA-256("rank",
-    rank number, saved torch state of rank 0). This seed is the same at every resume from that checkpoint, and different
-    for every rank and checkpoint.
+    A rank that existed at the save gets its saved state. A new rank gets generators seeded with SHA-256("rank", rank
+    number, saved torch state of rank 0). This seed is the same at every resume from the same checkpoint. It differs
+    between ranks and between checkpoints.
     """
     if rank < len(by_rank):
         return by_rank[rank]
@@ -338,18 +336,18 @@ def restore_train_state(
     """Restore scheduler, dataloader and the random generators from `state`.
 
     The generators are restored last, because restoring a dataloader may draw from them. With several ranks, each rank
-    gets the generators and the part of the dataloader's state that belong to it; see `rng_for_rank`.
+    restores its own generators and its part of the dataloader state; see `rng_for_rank`.
 
     Args:
         state: result of `TrainStateManager.load` or `build_train_state`; empty at a fresh start.
-        scheduler: restored if passed.
-        dataloader: restored if passed.
+        scheduler: scheduler to restore, if any.
+        dataloader: dataloader to restore, if any.
 
     Returns:
         (step, tokens_seen, extra); (0, 0, {}) for an empty state.
 
     Raises:
-        CheckpointError: `state` lacks an entry for an object to restore.
+        CheckpointError: `state` has no entry for the scheduler or the dataloader.
 
     Example:
         >>> import torch
@@ -377,15 +375,15 @@ def restore_train_state(
 
 
 def _dataloader_state(dataloader: Any, by_rank: list[StateDict], rank: int, world_size: int) -> StateDict:
-    """Return the part of `rank` in the states of all ranks, split again for a new world size if the loader can.
+    """Return the dataloader state for `rank`. If the world size has changed, let the loader redistribute the states.
 
     Raises:
-        CheckpointError: the world size differs and the loader cannot split the state.
+        CheckpointError: the world size differs, and the loader cannot redistribute the states.
         UserError: raised by the loader if the ranks were saved at different positions.
     """
     can_split = hasattr(dataloader, "aggregate_state_dict") and hasattr(dataloader, "deaggregate_state_dict")
     aggregated = dataloader.aggregate_state_dict(by_rank) if can_split and max(len(by_rank), world_size) > 1 else None
-    if aggregated is not None:  # also for the same ranks: the number of workers may differ
+    if aggregated is not None:  # even on as many ranks, because the number of workers may differ
         split: StateDict = dataloader.deaggregate_state_dict(aggregated, rank, world_size)
         return split
     if world_size == len(by_rank):

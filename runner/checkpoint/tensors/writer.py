@@ -1,7 +1,7 @@
 """Write tensors: assign chunks to ranks, and write one file per rank.
 
-The planner of torch.distributed.checkpoint decides which rank writes which chunk. Replicas are divided among ranks, not
-written twice. Importing the planner takes a second or two, so `warm_up` or the first save does it.
+The planner of torch.distributed.checkpoint decides which rank writes which chunk. Replicated tensors are written once,
+divided among the ranks. Importing the planner takes a second or two, so it happens in `warm_up` or at the first save.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _IMPORTING = threading.Lock()
 def warm_up() -> None:
     """Import the modules that the first save needs. Call this in the background during the first steps.
 
-    A lock is held because two threads that import modules of one package in different orders would wait for each other.
-    Python then lets one of them continue with an incomplete module.
+    This holds a lock, because two threads that import modules of one package in different orders would deadlock. Python
+    would then let one thread continue with a partially imported module.
     """
     with _IMPORTING:
         import torch.distributed.checkpoint  # noqa: F401
@@ -38,7 +38,7 @@ class WritePlan:
     """The assignment of chunks to ranks for a save.
 
     Attributes:
-        signature: signature of the tensors that the plan was made for, see `signature_of`.
+        signature: signature of the tensors that the plan is for, see `signature_of`.
         parts: chunks that this rank writes, in the order of its file.
         header: first bytes of this rank's file.
         index: on rank 0, the content of the index.
@@ -51,7 +51,7 @@ class WritePlan:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Return the flat names of the tensors of which this rank writes a chunk."""
+        """Return the flat names of the tensors that this rank writes a chunk of."""
         return frozenset(part.name for part in self.parts)
 
 
@@ -88,7 +88,7 @@ def make_plan(collected: Collected, signature: Any, world: World) -> WritePlan:
 
 
 def _part(item: Any) -> Part:
-    """Return the chunk that an item of torch's plan describes."""
+    """Convert an item of torch's plan to a chunk."""
     data = item.tensor_data
     shape, offsets, sizes = (tuple(map(int, each)) for each in (data.size, data.chunk.offsets, data.chunk.sizes))
     return Part(item.index.fqn, data.properties.dtype, shape, offsets, sizes)
@@ -98,10 +98,10 @@ def write_tensors(new: Writer, rank: int, plan: WritePlan, tensors: Tensors) -> 
     """Write the chunks of `rank` into one file.
 
     Returns:
-        The file's record by name; empty if the rank has nothing to write.
+        The file's record, keyed by its name. Empty if the rank has nothing to write.
 
     Raises:
-        OSError: the file system refused.
+        OSError: the file system returned an error.
     """
     if not plan.parts:
         return {}
