@@ -1,1 +1,1 @@
-"""Train a run: one attempt builds the model, restores the newest checkpoint, trains, and records the result."""
+"""Train a run: an attempt builds the model, restores the newest checkpoint, trains, and records the result."""

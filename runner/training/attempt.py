@@ -1,7 +1,7 @@
-"""Make one attempt at a run: acquire the lease, open the session, train, record how it ended.
+"""Make one attempt at a run: acquire the lease, open the session, train, and record how the attempt ended.
 
-`python -m runner.training.attempt RUN_DIR` makes an attempt at an existing run. The launchers call `attempt`. Torch is
-imported only once it is clear that there are steps to train.
+`python -m runner.training.attempt RUN_DIR` makes an attempt at an existing run. Launchers call the function `attempt`.
+Torch is imported only if there are steps left to train.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from runner.training.session import Session
 
 
-# Causes of an attempt's end by type of error. Any other UserError: failed.
+# The cause of an attempt's end, by type of error. For any other UserError, the cause is "failed".
 CAUSES = {CrashLoopError: "crash loop", TimeoutsError: TIMEOUTS, DivergedError: DIVERGED, UnsavedError: UNSAVED}
 
 
@@ -77,9 +77,10 @@ class Pause:
     """Options of a search for an attempt.
 
     Attributes:
-        step: step at which the attempt ends; None for the end of the run.
-        keep: number of checkpoints to keep until the run resumes; None for the number in its config.
-        metric: the result by which the search decides. If evaluations compute it, it is checked before the first step.
+        step: step at which the attempt ends. If None, it ends at the end of the run.
+        keep: number of checkpoints to keep until the run resumes. If None, the config's number is kept.
+        metric: name of the result that the search compares. If it is an evaluation's result, its existence is checked
+            before the first step.
     """
 
     step: int | None = None
@@ -90,15 +91,15 @@ class Pause:
 def attempt(
     run_dir: str | os.PathLike[str], job: Job | None = None, lease: Lease | None = None, pause: Pause | None = None
 ) -> int:
-    """Resume the run in `run_dir` until it is finished or asked to stop; return the exit status.
+    """Resume the run in `run_dir` until it finishes or is asked to stop. Return the exit status.
 
-    Errors are printed and recorded, not raised. The status reports their kind (`ExitStatus`).
+    Errors are printed and recorded, not raised. The exit status reports their kind (see `ExitStatus`).
 
     Args:
         run_dir: a run directory with a frozen config.
-        job: the job that this process runs in; None for a process started by hand.
-        lease: lease of the run directory if the caller holds it; released at the end.
-        pause: options of a search, such as the step at which to end with an evaluation; None for the end of the run.
+        job: the job that this process runs in, or None for a process started by hand.
+        lease: lease of the run directory, if the caller holds it. It is released at the end.
+        pause: options of a search, such as the step at which to evaluate and end. If None, the run trains to its end.
     """
     STOP.install()
     job, run = job or LocalJob(), RunDir(Path(run_dir).absolute())
@@ -106,7 +107,7 @@ def attempt(
 
 
 def carry_out(run_dir: Path, job: Job, make: Callable[[World], ExitStatus]) -> int:
-    """Call `make` on this rank of a job and return its exit status. Errors are printed.
+    """Call `make` on this rank of a job, print any error, and return the exit status.
 
     Install the signal handlers before calling this.
     """
@@ -114,8 +115,8 @@ def carry_out(run_dir: Path, job: Job, make: Callable[[World], ExitStatus]) -> i
     if job.early_signal is not None and STOP.signum is None:
         STOP.signum = job.early_signal
     status = _status_of(run_dir, job, make)
-    job.record_verdict()  # before leaving the ranks, which may end this process
-    leave_ranks(status)  # here, where no object refers to the model any more
+    job.record_verdict()  # before `leave_ranks`, which may end this process
+    leave_ranks(status)  # call this here, where no object refers to the model any more
     return status
 
 
@@ -155,10 +156,10 @@ def _attempt(run: RunDir, job: Job, world: World, held: Lease | None, pause: Pau
 
 @contextmanager
 def beginning(job: Job) -> Iterator[None]:
-    """Let the job restart if the block fails for a reason that may pass, before the attempt log is open.
+    """Let the job restart if the `with` block fails for a transient reason before the attempt log is open.
 
-    A full disk, or a module that cannot be imported from it, may work again later. Such a failure cannot be recorded in
-    the run directory. Instead, `job` yields its verdict and is requeued within its budget of failed starts.
+    Examples are a full disk, or a module that cannot be imported from it. Such a failure cannot be recorded in the run
+    directory. Instead, this calls `job.yield_verdict`, and the job restarts, up to its limit of failed starts.
     """
     try:
         yield
@@ -168,9 +169,10 @@ def beginning(job: Job) -> Iterator[None]:
 
 
 def _yield_if_passing(job: Job, error: UserError | OSError | ImportError) -> bool:
-    """Yield the job's verdict if a file system caused `error`, which may pass; return True if the job restarts.
+    """Call `job.yield_verdict` if a possibly transient file system failure caused `error`. Return True if the job
+    restarts.
 
-    The Python environment may be on such a file system, too. An import that fails now may succeed at the next start.
+    The Python environment may be on the same file system. So an import that fails now may succeed at the next start.
     """
     if isinstance(error, ImportError):
         return job.yield_verdict(f"{type(error).__name__}: {error}")
@@ -217,7 +219,7 @@ class _Attempt:
     log: AttemptLog | None = None
     session: Session | None = None
     requeued: bool = False
-    """True if the session could not be opened for a reason that may pass, and the job restarts."""
+    """True if the session could not be opened for a transient reason, so that the job restarts."""
 
     def __post_init__(self) -> None:
         self._ends = threading.Lock()  # held by the watch thread that ends this process
@@ -235,7 +237,7 @@ class _Attempt:
         )
 
     def make(self, held: Lease | None) -> ExitStatus:
-        """Join the other ranks, acquire the lease unless it is `held`, train, and record how that ended."""
+        """Join the other ranks, acquire the lease unless it is `held`, train, and record how the attempt ended."""
         self.watch.start()
         try:
             self._join_ranks()
@@ -254,7 +256,7 @@ class _Attempt:
         """Join the process group, if there are several ranks.
 
         Raises:
-            PeerError: another rank did not join, or does not answer.
+            PeerError: a different rank did not join, or does not answer.
         """
         if self.world.size == 1:
             return
@@ -267,7 +269,7 @@ class _Attempt:
             raise PeerError(self.watch.silent() or self.watch.absent() or str(error)) from error
 
     def _make(self) -> ExitStatus:
-        """Train, and record how the attempt ended, also after an error."""
+        """Train, and record how the attempt ended, even after an error."""
         with beginning(self.job):
             finished = self.world.run_on_main(self._begin)
         if finished:
@@ -293,10 +295,10 @@ class _Attempt:
             self._tell_ranks(error, str(error))
             self._end(CAUSES.get(type(error), "failed"), ExitStatus(error.status), str(error), self.requeued)
             raise
-        except Exception as error:  # noqa: BLE001 for example a bug in a user's model
+        except Exception as error:  # noqa: BLE001 e.g. a bug in a user's model
             with suppress(OSError):
                 if self.lease:
-                    self.lease.check_fence()  # if superseded: the newer attempt has deleted this attempt's files
+                    self.lease.check_fence()  # a newer attempt may have deleted this attempt's files
             if signalled.is_stop(error):
                 print_error(f"warning: {signalled.line(error)}")
                 report_stop(self.world)
@@ -315,7 +317,7 @@ class _Attempt:
             report_failure(self.world, reason)
 
     def _begin(self) -> bool:
-        """Open the attempt log; return True if the run is finished already."""
+        """Open the attempt log. Return True if the run is already finished."""
         steps, finish = self.config.known_steps, Finish.of(self.run)
         if has_finished(self.run, self.config, finish):
             done = finish.steps
@@ -329,7 +331,7 @@ class _Attempt:
             return True
         if finish.early is not None:
             self.run.check_guard()
-            files.remove(self.run.finished)  # with its present settings, the run does not end early
+            files.remove(self.run.finished)  # with the present settings, the run does not end early
         identity = {**self.job.identity(), "ranks": self.world.size}
         left = self.lease.carried() if self.lease else {}
         log = AttemptLog.begin(self.run, identity, steps, self.job.cause_of_loss, self.account, left)
@@ -340,7 +342,7 @@ class _Attempt:
         if log.earlier or self.job.auto_restarts:
             _print(log.title)
         self.job.on_started()
-        if self.job.auto_restarts:  # in a thread: the scheduler may take long to answer
+        if self.job.auto_restarts:  # in a thread, because the scheduler may be slow to answer
             threading.Thread(target=self._note_wait, args=(log,), name="queue", daemon=True).start()
         if log.earlier or self.job.auto_restarts:  # a job may wait in the queue for days
             self._compare_code(log)
@@ -352,7 +354,7 @@ class _Attempt:
             log.note(**self.job.waited())
 
     def _compare_code(self, log: AttemptLog) -> None:
-        """Report and record code changes since the submission. Also record changes that the command reported."""
+        """Report and record code changes since the submission. Also record the changes that the command reported."""
         try:
             changes = code_changes(self.run.path)
             told = changes_at_start(self.run.path, log.earlier[-1].get("started") or 0) if log.earlier else []
@@ -369,9 +371,9 @@ class _Attempt:
         if job.auto_restarts:
             world.run_on_main(lambda: log.check_budgets(job.max_timeouts) if log else None)
             if log:
-                # Record the cause at once, because the job may be killed before the save is done.
+                # Record the cause immediately, because the job may be killed before the save is done.
                 STOP.listen(self._note_cause, later=job.cause)  # later signals may leave less time
-        if any(world.gather(bool(STOP))):  # no time to build a session that would not be used
+        if any(world.gather(bool(STOP))):  # do not spend time on a session that would not be used
             return self._interrupt(self._saved() or 0)
         self.session = session = self._open_session()
         self.watch.show_open()
@@ -385,7 +387,7 @@ class _Attempt:
             _print(f"paused at step {session.step} of {session.steps}")
             return ExitStatus.FINISHED
         if finished:
-            STOP.wait_for_listener()  # a signal at the last moment has no effect
+            STOP.wait_for_listener()  # a signal after this has no effect
             if world.is_main:
                 self._record_finish()
             return ExitStatus.FINISHED
@@ -416,14 +418,14 @@ class _Attempt:
         """Record the end of the run. The completion mark is written last.
 
         Raises:
-            FileError: the mark cannot be written after several tries, or metrics were lost.
+            FileError: the mark could not be written after several tries, or metrics were lost.
         """
         assert self.log is not None
         assert self.session is not None
         self.watch.stop()
         if self.log.lost_records:
             raise FileError(self.log.lost_records)
-        # More than train.steps if you have lowered train.steps below the step that the run had reached.
+        # `steps` exceeds train.steps if you have lowered train.steps below the step that the run had reached.
         steps, epochs, guard = self.session.step, self.config.train.epochs, self.run.guard
         early = self.session.early_end
         mark: dict[str, Any] = {"steps": steps}
@@ -439,8 +441,8 @@ class _Attempt:
         except FileError as error:
             if not self._is_marked(mark):
                 raise
-            # Only the sync of the directory failed. Other processes see a finished run and do not start it again, so
-            # its records must not report a failure. If a power loss removes the mark, a rerun writes it again.
+            # Only the sync of the directory failed. Other processes see a finished run and do not restart it, so the
+            # run's records must not report a failure. If a power loss removes the mark, a rerun writes it again.
             message = f"{self.run.finished} may be lost at a power failure ({error.__cause__})"
             print_error(f"warning: {message}")
             self.log.warn(message)
@@ -463,9 +465,9 @@ class _Attempt:
         return self.world.run_on_main(lambda: self._record_interrupt(step))
 
     def _break_off(self) -> ExitStatus:
-        """End after a signal in a step that cannot be completed, with the state that was saved before.
+        """End after a signal in a step that cannot be completed. The last saved state is kept.
 
-        Ranks may be anywhere in that step, so they exchange nothing more. Each rank exits on its own.
+        The ranks may be at different points of the step, so they communicate no more. Each rank exits independently.
         """
         if not self.world.is_main:
             self.job.yield_verdict()
@@ -498,7 +500,7 @@ class _Attempt:
         return ExitStatus.INTERRUPTED
 
     def _saved(self) -> int | None:
-        """Return the step of the newest checkpoint, 0 without one, or None if the disk fails again and again."""
+        """Return the step of the newest checkpoint, 0 if there is none, or None if the disk fails repeatedly."""
         try:
             return insist(self.run.newest_step, self.run.checkpoints)
         except FileError:
@@ -507,16 +509,16 @@ class _Attempt:
     def _end_from_watch(
         self, reason: str, cause: str = "crash", stacks: Mapping[int, str] = MappingProxyType({})
     ) -> None:
-        """Close the records of an attempt whose rank hangs, and end this process.
+        """Close the records of an attempt in which a rank hangs, and end this process.
 
-        The watching thread calls this, because the main thread may be blocked for ever. For the job, the result is the
-        same as after a lost rank.
+        The watch thread calls this, because the main thread may be blocked forever. The job handles the failure like a
+        lost rank.
         """
         self._ends.acquire()  # if another watch thread holds it, that thread ends this process
         status = ExitStatus.FAILED
         try:
             with suppress(OSError):
-                processes.end_after(LEAVE_S, int(status))  # a disk may hang as well
+                processes.end_after(LEAVE_S, int(status))  # a disk may hang too
             if stacks:
                 assert self.log is not None
                 number = self.log.record["attempt"]
@@ -525,7 +527,7 @@ class _Attempt:
             requeued = self.job.yield_verdict()
             try:
                 self._write_stacks(stacks)
-                self._end(cause, status, reason, requeued)  # before the recorder is closed: a logger may hang as well
+                self._end(cause, status, reason, requeued)  # before closing the recorder, because a logger may hang too
                 if self.session:
                     self.session.recorder.close()
             except SupersededError as error:  # the records belong to the newer attempt
@@ -537,7 +539,7 @@ class _Attempt:
             processes.end_now(int(status))
 
     def _write_stacks(self, stacks: Mapping[int, str]) -> None:
-        """Write the stacks of hanging ranks to the files that the reason names, or print them if that fails."""
+        """Write the stack traces of hanging ranks to the files that `reason` names, or print them if that fails."""
         for rank, text in stacks.items():
             assert self.log is not None
             path = self.run.stacks(self.log.record["attempt"], rank)
@@ -554,7 +556,7 @@ class _Attempt:
                 self.log.end(cause, int(status), reason)
                 if requeued:
                     self.log.update(state="requeued", force=True)
-            except (OSError, FileError) as error:  # a full disk must not hide why the attempt ended
+            except (OSError, FileError) as error:  # a full disk must not hide the reason why the attempt ended
                 print_error(f"warning: the end of this attempt could not be recorded: {error}")
 
 
@@ -574,7 +576,7 @@ def _print_traceback(error: Exception) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Make an attempt from the command line; a search passes the options of `Pause`."""
+    """Make an attempt from the command line. A search passes the options of `Pause`."""
     STOP.quiet = processes.end_with_parent()
     outlive_terminal()
     parser = argparse.ArgumentParser(prog="runner.training.attempt")

@@ -1,4 +1,4 @@
-"""Begin a branch: copy the records and the checkpoint of its trunk, and find what the branch changes."""
+"""Begin a branch: copy the records and the checkpoint of its trunk, and find the settings that the branch changes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from runner.system import files
 
 
 def take_over(run: RunDir, trunk: RunDir, step: int, fence: Fence) -> None:
-    """Copy the trunk's records up to `step`, then its checkpoint, into the directory of the branch.
+    """Copy the trunk's records up to `step`, then its checkpoint, to the run directory of the branch.
 
-    The checkpoint is copied last, so that a kill before it leaves nothing half done: call this again. It does nothing
-    if the branch has a checkpoint.
+    The checkpoint is copied last. If a kill interrupts this, call it again. It does nothing if the branch has a
+    checkpoint.
 
     Args:
         run: run directory of the branch, with its guard.
@@ -34,9 +34,9 @@ def take_over(run: RunDir, trunk: RunDir, step: int, fence: Fence) -> None:
     Raises:
         CheckpointError: the trunk has no valid checkpoint of that step.
         SupersededError: a newer attempt holds the lease of the branch.
-        OSError: the file system failed.
+        OSError: the file system returned an error.
     """
-    # Another machine may have just trained the branch. Its records must not be replaced.
+    # A different machine may have just trained the branch. Do not replace its records.
     with suppress(FileNotFoundError):
         files.look_anew(run.checkpoints)
     if run.newest_step():
@@ -49,7 +49,7 @@ def take_over(run: RunDir, trunk: RunDir, step: int, fence: Fence) -> None:
 
 
 def trunk_of(config: Config) -> RunDir | None:
-    """Return the run directory of the trunk, or None if the run is no branch."""
+    """Return the run directory of the trunk, or None if the run is not a branch."""
     return None if config.fork.run is None else find(config.fork.run, Path(config.run.dir or "."))
 
 
@@ -61,10 +61,10 @@ def restarts_optimizers(config: Config, step: int) -> bool:
 
 @contextmanager
 def fitting(run: RunDir, config: Config) -> Iterator[None]:
-    """Turn a mismatch with the trunk's checkpoint into an error about the command that begins the branch.
+    """Convert a mismatch with the trunk's checkpoint into an error about the command that begins the branch.
 
     Raises:
-        UserError: the checkpoint does not fit; raised in place of MismatchError.
+        UserError: the checkpoint does not match the branch. Raised in place of MismatchError.
     """
     try:
         yield
@@ -72,7 +72,7 @@ def fitting(run: RunDir, config: Config) -> Iterator[None]:
         fork = config.fork
         if not fork.begins_at(newest_step(run)):
             raise
-        # Leave out the remedy, which does not apply to a branch.
+        # Omit the remedy, which does not apply to a branch.
         reason = re.split(r"; |: (?=restore|set|use)", str(error))[0]
         raise UserError(
             f"a branch of {fork.run} at step {fork.step} cannot change this: {reason}; leave it as "

@@ -1,6 +1,6 @@
 """Find settings of a config that have no effect, and jobs that would give the same results.
 
-Both are reported before anything starts. A sweep over a setting without effect would train the same run several times.
+Both are reported before a run starts. A sweep over a setting without effect would train the same run several times.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ UNITS = {WeightsBy.sizes: "samples", WeightsBy.tokens: "tokens"}
 
 
 def without_effect(config: Config) -> list[str]:
-    """Return a line for each setting of a checked config that changes nothing, with a remedy.
+    """Return a line with a remedy for each setting of a checked config that has no effect.
 
-    Before the data are open, the shares of `sampler.weights_by=sizes` are not known. Nothing is reported about them.
+    The shares of `sampler.weights_by=sizes` are unknown before the data are opened, so nothing is reported about them.
     """
     return [*mixing_without_effect(config), *_schedule(config), *_others(config)]
 
 
 def mixing_without_effect(config: Config) -> list[str]:
-    """Return the lines about weights and temperatures. See `without_effect`."""
+    """Return the lines of `without_effect` that concern weights and temperatures."""
     if config.data.loader:
         return list(_beside_a_loader(config))
     if config.sampler.kind.value.is_own:
@@ -87,7 +87,7 @@ def _temperatures(config: Config) -> Iterator[str]:
 
 
 def _is_tempered(state: PhaseState) -> bool:
-    """Check whether a temperature changes the shares, or may change them once the data are open."""
+    """Check whether a temperature changes the shares, or may change them once the data are opened."""
     weights = [weight for weight in state.weights.values() if weight]
     return len(set(weights)) > 1 or (len(weights) > 1 and isinstance(weights[0], WeightsBy))
 
@@ -139,13 +139,13 @@ def _others(config: Config) -> Iterator[str]:
 
 
 def effective_digest(config: Config, plain: dict[str, Any]) -> str:
-    """Return a digest that is equal for configs that must give bit-identical results on one machine.
+    """Return a digest that is equal only for configs that must give bit-identical results on one machine.
 
-    Such configs have the same identity, or differ only in settings without effect or in how a value is written. Configs
-    with different digests may still give the same results.
+    Such configs have the same identity, or differ only in settings without effect or in the spelling of a value.
+    Configs with different digests may still give the same results.
     """
     flat = identifying_values(plain)
-    # Objects that use these values take them by interpolation, so their own options contain them.
+    # Objects that use these values get them through interpolation, so the objects' options contain them.
     for key in ("data.sequence_length", "data.vocab_size"):
         flat.pop(key, None)
     if plain["optimizers"]:
@@ -176,7 +176,7 @@ def _warmup(config: Config) -> int | None:
 
 
 def _mixtures(config: Config) -> list[Any]:
-    """Return [step, shares, learning-rate factor] for each step at which one of the two changes."""
+    """Return [step, shares, learning-rate factor] for each step at which the shares or the factor change."""
     schedule, single = phase_schedule(config), len(config.data.sources) == 1
     last = config.known_steps
     starts = {0, *(phase.start_step for phase in config.phases.values())}
@@ -190,7 +190,7 @@ def _mixtures(config: Config) -> list[Any]:
             mixed = [[str(weight) for weight in weights], state.temperature]
         else:
             mixed = shares(weights, state.temperature)
-            if config.sampler.weights_by is WeightsBy.tokens:  # shares of tokens differ from shares of samples
+            if config.sampler.weights_by is WeightsBy.tokens:  # token shares differ from sample shares
                 mixed = [mixed, "tokens"]
         if not found or found[-1][1:] != [mixed, state.lr_scale]:
             found.append([step, mixed, state.lr_scale])
@@ -201,7 +201,7 @@ def same_results(jobs: Sequence[tuple[str, Config, dict[str, Any]]]) -> list[str
     """Return a line for each job that must give the same results as an earlier job.
 
     Args:
-        jobs: for each job its label, its config, and the config as plain values.
+        jobs: the label, the config, and the config as plain values of each job.
     """
     first: dict[str, tuple[str, dict[str, Any]]] = {}
     lines = []

@@ -1,4 +1,4 @@
-"""End a run before its last step, because early stopping or a callback asks for it."""
+"""End a run before its last step, at the request of early stopping or a callback."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class EarlyEnd:
     """The reason why a run ends before its last step.
 
     Attributes:
-        reason: shown to the user.
-        callback: name of the callback that asked for the end; None for early stopping.
+        reason: sentence that is shown to the user.
+        callback: name of the callback that requested the end, or None for early stopping.
         options: digest of the callback's options in the config.
     """
 
@@ -30,20 +30,21 @@ class EarlyEnd:
     options: str | None = None
 
     def to_json(self) -> dict[str, str]:
-        """Return the entry for the completion mark or a checkpoint, without fields that are None."""
+        """Return the entry for the completion mark or a checkpoint. Fields that are None are omitted."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 @dataclass
 class Ending:
-    """Decide on rank 0, for all ranks, whether the run ends.
+    """Decide whether the run ends. Rank 0 decides for all ranks.
 
     Args:
         options: settings of early stopping.
-        nodes: the config's callbacks by name.
+        nodes: config of each callback, by name.
         callbacks: the callbacks of this attempt.
-        evaluations: the evaluation records so far, on rank 0.
-        saved: the end that a callback had asked for when the resumed checkpoint was saved; empty if none.
+        evaluations: on rank 0, the evaluation records so far.
+        saved: the end that a callback had requested when the resumed checkpoint was saved. Empty if there was no
+            request.
     """
 
     options: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
@@ -54,24 +55,25 @@ class Ending:
 
     def __post_init__(self) -> None:
         self._is_new, self._is_complete = True, False
-        # The callback is not called again at this step. Drop its request if it was removed or has other options.
+        # The callback is not called again at this step. Drop its request if the callback was removed or has new
+        # options.
         self._asked = EarlyEnd(**self.saved) if self.saved else None
         if self._asked and self._asked.options != options_of(self.nodes.get(str(self._asked.callback))):
             self._asked = None
 
     @property
     def asked(self) -> EarlyEnd | None:
-        """Return the end that a callback of this rank asks for, now or when the checkpoint was saved."""
+        """Return the end that a callback on this rank requests, now or when the checkpoint was saved."""
         if self.callbacks.stop_asked is None:
             return self._asked
         name, reason = self.callbacks.stop_asked
         return EarlyEnd(f"callbacks.{name}: {reason}", name, options_of(self.nodes[name]))
 
     def evaluated(self, record: dict[str, Any], complete: bool) -> None:
-        """Add the record of an evaluation. Call this on every rank.
+        """Add the record of an evaluation. Every rank must call this.
 
         Args:
-            record: results of the evaluation; on rank 0 with the values that callbacks logged.
+            record: results of the evaluation. On rank 0, they include the values that callbacks logged.
             complete: True if every set was evaluated.
         """
         if self.options.is_set:
@@ -79,10 +81,10 @@ class Ending:
         self._is_new, self._is_complete = True, complete
 
     def decide(self, step: int, world: World) -> EarlyEnd | None:
-        """Return why the run ends at `step`, the same on every rank, or None if it continues.
+        """Return the reason why the run ends at `step`, or None if it continues. All ranks get the same result.
 
         Raises:
-            UserError: an evaluation lacks the metric of early stopping.
+            UserError: an evaluation lacks the metric that early stopping monitors.
         """
         found: EarlyEnd | None = None
         if self.options.is_set and self._is_new:

@@ -1,4 +1,4 @@
-"""Evaluate checkpoints that a run has saved, once each, also while the run trains."""
+"""Evaluate each saved checkpoint of a run once, even while the run trains."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ Say = Callable[[str], None]
 
 
 class Evaluator:
-    """Compute the same results for a checkpoint as the run itself; for the same held-out data, the same bits.
+    """Evaluate a checkpoint exactly as the run would have. On the same held-out data, results are bitwise identical.
 
-    It evaluates every set, regardless of cadence.
+    All sets are evaluated, regardless of their cadence.
 
     Args:
-        config: the run's config, perhaps with other settings under `eval` and `data.eval_sources`.
+        config: the run's config, optionally with different settings under `eval` and `data.eval_sources`.
         first: train state of a checkpoint of the run.
-        world: the ranks that share the batches; each holds the whole model.
+        world: the ranks that share the batches. Each rank holds the complete model.
 
     Raises:
-        UserError: there are no held-out data, or the task or a metric does not fit.
+        UserError: there are no held-out data, or the task or a metric cannot be used with the data or model.
     """
 
     def __init__(self, config: Config, first: Mapping[str, Any], world: World) -> None:
@@ -59,7 +59,7 @@ class Evaluator:
         self._world = world
         self._task = build_task(config)
         self._model = build.model(config).to(device)
-        # The run evaluates averaged weights without torch.compile, and its own weights with it.
+        # The run evaluates averaged weights without torch.compile, and the trained weights with it.
         compiles = config.train.compile and config.train.ema_decay is None
         computing = build.compiled(self._model, device) if compiles else self._model
         forward = Forward(world, device, computing, self._task, build.autocast(config, device))
@@ -69,11 +69,11 @@ class Evaluator:
         self._evaluation = Evaluation(forward, sets, build_metrics(config, device), config.seed)
 
     def results(self, chosen: Intact, stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """Return the results of a verified checkpoint, or None if `stop()` becomes true (agreed across ranks).
+        """Return the results of a verified checkpoint, or None if `stop()` returned True, the same on every rank.
 
         Raises:
-            UserError: the checkpoint, the task or a metric does not fit.
-            CheckpointError: a rank can no longer read the checkpoint; raised on every rank.
+            UserError: the checkpoint does not match the model, or the task or a metric cannot be used.
+            CheckpointError: a rank can no longer read the checkpoint. Raised on every rank.
         """
         self._world.run_on_all(lambda: self._restore(chosen))
         return self._evaluation.run(chosen.step, stop)
@@ -86,10 +86,10 @@ class Evaluator:
 
 @contextmanager
 def still_there(chosen: Intact) -> Iterator[None]:
-    """Report a checkpoint that the run deletes while it is being read.
+    """Report a checkpoint that the run deletes while this process reads it.
 
     Raises:
-        CheckpointError: the run has deleted it.
+        CheckpointError: the run has deleted the checkpoint.
     """
     try:
         yield
@@ -98,7 +98,7 @@ def still_there(chosen: Intact) -> Iterator[None]:
 
 
 def every_set(config: Config) -> Config:
-    """Return `config` with all its evaluations due at every step.
+    """Return `config` with all evaluations due at every step.
 
     Raises:
         UserError: the config has no held-out data.
@@ -111,16 +111,16 @@ def every_set(config: Config) -> Config:
 
 @dataclass
 class Work:
-    """Carry out a request, alone or along with other processes that evaluate the same run.
+    """Carry out an evaluation request. Several processes can evaluate the same run at the same time.
 
     Attributes:
-        run: the run directory; only results are written to it.
-        request: what to evaluate.
+        run: the run directory. Only results are written to it.
+        request: the checkpoints to evaluate, and the settings.
         config: the run's config with the request's settings.
         world: the ranks.
-        stop: returns True if a signal asked this process to stop; need not be agreed across ranks.
-        say: shows a line, such as a warning; called on rank 0.
-        on_progress: called on rank 0 after each checkpoint, and when none is left to evaluate.
+        stop: function that returns True if a signal asked this process to stop. Its result may differ between ranks.
+        say: function that shows a line, such as a warning. Called on rank 0.
+        on_progress: called on rank 0 after each checkpoint, and when no checkpoint is left to evaluate.
     """
 
     run: RunDir
@@ -131,17 +131,17 @@ class Work:
     say: Say = print
     on_progress: Callable[[], None] = lambda: None
     unusable: dict[int, str] = field(default_factory=dict)
-    """For a request of `all`: the steps that were skipped, and why."""
+    """The steps that a request for `all` skipped, each with the reason."""
     added: list[int] = field(default_factory=list)
-    """The steps whose results this process has added, on rank 0."""
+    """On rank 0, the steps for which this process has added results."""
     _evaluator: Evaluator | None = None
 
     def do(self) -> bool:
-        """Evaluate the missing checkpoints; return False if a signal asked to stop before the end.
+        """Evaluate the missing checkpoints. Return False if a signal stopped this before the end.
 
         Raises:
-            UserError: there is no such checkpoint, or the config does not fit the data, model or metrics.
-            UnreadableError: a checkpoint cannot be read from the disk; the others were evaluated.
+            UserError: there is no such checkpoint, or the config does not match the data, model or metrics.
+            UnreadableError: a checkpoint cannot be read from disk. The remaining checkpoints were evaluated.
         """
         steps = self.world.run_on_main(self._begin)
         unread: UnreadableError | None = None
@@ -153,7 +153,7 @@ class Work:
             try:
                 if not self._evaluate(step):
                     return False
-            except UnreadableError as error:  # a disk error does not mean that the checkpoint is bad
+            except UnreadableError as error:  # a disk error does not mean that the checkpoint is corrupt
                 unread = error
                 self._warn(f"step {step} is left for the next time: {error}")
         if unread is not None:
@@ -162,7 +162,7 @@ class Work:
         return True
 
     def _begin(self) -> list[int]:
-        with refused_in(self.run.evaluations):  # before anything is computed
+        with refused_in(self.run.evaluations):  # before computing anything
             files.make_dirs_in(self.run.path, self.run.evaluations)
         return wanted(self.run, self.request)
 
@@ -173,13 +173,13 @@ class Work:
         return any(self.world.gather(self.stop()))
 
     def _evaluate(self, step: int) -> bool:
-        """Evaluate one checkpoint; return False if asked to stop.
+        """Evaluate one checkpoint. Return False if a signal stopped the evaluation.
 
         Raises:
-            UnreadableError: a checkpoint of `all` cannot be read from the disk.
+            UnreadableError: the request is for `all`, and the checkpoint cannot be read from disk.
         """
         try:
-            # Every rank reads and verifies the checkpoint. If one rank fails, all fail.
+            # Every rank reads and verifies the checkpoint. If one rank fails, all ranks fail.
             chosen = self.world.run_on_all(lambda: choice.choose(store_of(self.run), step))
         except (UserError, OSError) as error:
             return self._left_out(step, error)
@@ -189,7 +189,7 @@ class Work:
         except CheckpointError as error:
             return self._left_out(step, error)
         except Exception as error:  # a killed compiler may raise any exception
-            if self.world.size > 1 or not signalled.is_stop(error):  # other ranks wait for this one
+            if self.world.size > 1 or not signalled.is_stop(error):  # other ranks wait for this rank
                 raise
             self._warn(signalled.line(error))
             return False
@@ -203,17 +203,17 @@ class Work:
         return True
 
     def _left_out(self, step: int, error: UserError | OSError) -> bool:
-        """Skip a step whose checkpoint cannot be used, on every rank; return True.
+        """Skip a step whose checkpoint cannot be used, and return True. Runs on every rank.
 
         Raises:
-            UserError, OSError: `error` itself, if the request was for this step alone, or if the checkpoint is not its
-                cause.
+            UserError, OSError: `error`, if the request was only for this step, or if the checkpoint did not cause the
+                error.
         """
         there = self.world.run_on_main(lambda: self._may_be_there(step))
         about = isinstance(error, CheckpointError) and not isinstance(error, UnreadableError)
         if self.request.step != ALL or (there and not about):
             raise error
-        self.unusable[step] = str(error)  # corrupt, or deleted by the run meanwhile
+        self.unusable[step] = str(error)  # corrupt, or deleted by the run in the meantime
         self._warn(f"step {step} is left out: {error}")
         return True
 
@@ -247,14 +247,14 @@ class Work:
 def attempt(directory: str | os.PathLike[str], job: Job) -> int:
     """Carry out the submitted request in `directory` and return the exit status. Errors are printed.
 
-    A job that is asked to stop ends after the batch in progress, and is requeued if the cause of the stop calls for it.
-    The attempt counts as begun once a checkpoint is evaluated, or if there was none to evaluate. A job that is killed
-    three times in a row before that is not started again.
+    A job that is asked to stop ends after the current batch, and is requeued if the cause of the stop requires it. A
+    start succeeds once a checkpoint is evaluated, or if there is no checkpoint to evaluate. A job that is killed three
+    times in a row before that is not restarted.
     """
     STOP.install()
     path = Path(directory).absolute()
     if job.auto_restarts and int(processes.environment.get("RANK", "0")) == 0:
-        # Report the cause at once, because the job may be killed before the batch is done.
+        # Report the cause immediately, because the job may be killed before the batch is done.
         STOP.listen(lambda signum: print(f"{job.cause(signum)}: stopping after this batch", flush=True), job.cause)
     return carry_out(path, job, words_of_config()(lambda world: _attempt(path, job, world)))
 
@@ -270,7 +270,7 @@ def _attempt(directory: Path, job: Job, world: World) -> ExitStatus:
     if world.size > 1:
         world.start(build.choose_device(config.train.device, world))
     work = Work(run, request, config, world, lambda: bool(STOP), on_progress=job.on_started)
-    with beginning(job):  # without an attempt log, disk errors count as failed starts
+    with beginning(job):  # there is no attempt log, so disk errors are counted as failed starts
         done = work.do()
     if not done:
         if not world.is_main:
@@ -290,7 +290,7 @@ def _interrupted(job: Job) -> ExitStatus:
 
 @contextmanager
 def refused_in(path: Path) -> Iterator[None]:
-    """Turn an error of the file system at `path` into a one-line error."""
+    """Convert an error of the file system at `path` into a one-line error."""
     try:
         yield
     except OSError as error:
@@ -310,12 +310,13 @@ def committed(run: RunDir) -> list[int]:
 
 
 def wanted(run: RunDir, request: Request, on_corruption: Callable[[Candidate, str], None] | None = None) -> list[int]:
-    """Return the steps of the checkpoints that a request names, in ascending order.
+    """Return the steps of the requested checkpoints, in ascending order.
 
     Args:
         run: the run directory.
-        request: the request; only its `step` is used.
-        on_corruption: called with each corrupt checkpoint that is newer than the checkpoint chosen by `last`.
+        request: the request. Only its `step` is used.
+        on_corruption: called with each corrupt checkpoint that is newer than the one that `last` selects, and a
+            description of its corruption.
 
     Raises:
         UserError: there is no such checkpoint.
@@ -327,5 +328,5 @@ def wanted(run: RunDir, request: Request, on_corruption: Callable[[Candidate, st
         return steps
     known = evaluated(run, request.settings)
     if request.step.isdigit() and int(request.step) in known:
-        return [int(request.step)]  # the checkpoint may be gone
+        return [int(request.step)]  # the checkpoint may have been deleted
     return [choice.choose(store_of(run), request.step, on_corruption).step]

@@ -1,4 +1,4 @@
-"""Make a run repeat bit for bit, as far as torch can, and report what prevents it."""
+"""Make a run reproducible bit for bit, as far as torch allows, and report known reasons why it may not be."""
 
 from __future__ import annotations
 
@@ -14,60 +14,60 @@ from runner.training.records.run_state import RunState
 
 
 def begin_exactly(config: Config, world: World) -> torch.device:
-    """Choose the device, torch's algorithms and threads; seed the generators. Return the device.
+    """Choose the device, torch's algorithms and its number of threads, and seed the generators. Return the device.
 
-    Call this before the process computes anything in several threads or on a GPU, and before it creates a dataset or a
-    task, which may draw random numbers.
+    Call this before the process computes anything with several threads or on a GPU. Also call it before creating a
+    dataset or a task, because these may draw random numbers.
 
     Raises:
         UserError: there is no such device.
     """
     device = choose_device(config.train.device, world)
     make_exact(config, device)
-    torch.set_num_threads(config.run.threads)  # the number of threads decides how sums are split
+    torch.set_num_threads(config.run.threads)  # the number of threads determines how sums are split
     seed_everything(config.seed)
     return device
 
 
 def make_exact(config: Config, device: torch.device) -> None:
-    """Choose torch's algorithms for `config`. Call it before this process uses several threads or a GPU.
+    """Choose torch's algorithms for `config`. Call this before the process uses several threads or a GPU.
 
-    On a CPU, compiled code adds from several threads at once, in an order that differs from run to run (for example in
-    the backward pass of an embedding). Eager operations add in a fixed order. If torch asks for deterministic
-    algorithms, compiled code calls the eager operations, and is a few percent slower.
+    On a CPU, several threads of compiled code add to the same values, in an order that varies between runs (e.g. in the
+    backward pass of an embedding). Eager operations add in a fixed order. If deterministic algorithms are enabled in
+    torch, compiled code calls the eager operations and is a few percent slower.
     """
     _choose_vector_kernels()
     compiled_on_cpu = config.train.compile and device.type == "cpu"
     if not (config.train.deterministic or compiled_on_cpu):
         return
-    # Without train.deterministic, torch only warns of an operation that has no deterministic algorithm, and uses it.
+    # Without train.deterministic, torch uses operations that have no deterministic algorithm, and only warns.
     torch.use_deterministic_algorithms(True, warn_only=not config.train.deterministic)
     options: Any = torch.utils.deterministic  # not typed
-    options.fill_uninitialized_memory = False  # for debugging, and slow
+    options.fill_uninitialized_memory = False  # only useful for debugging, and slow
     if device.type == "cuda":
-        # cuBLAS adds in a fixed order only with workspaces of fixed sizes. Torch refuses to compute without them.
+        # cuBLAS adds in a fixed order only with fixed workspace sizes. Without them, torch raises an error.
         processes.environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def _choose_vector_kernels() -> None:
-    """Let MKL's vector functions (square roots, exponentials) detect the CPU in a single thread.
+    """Make MKL's vector functions (square roots, exponentials) detect the CPU in a single thread.
 
-    MKL detects the CPU at the first call in a process. MKL 2024.2 stores its answer twice, first a raw code and then
-    the code that selects the kernels. A thread that reads between the two uses the kernels of another CPU, right to 12
-    bits only. The first such call in training is usually the optimizer's square root, split over all threads: one
-    process in thirty to a hundred began with a wrong update.
+    MKL detects the CPU at the first call in a process. MKL 2024.2 first stores a raw code, then replaces it with the
+    code that selects the kernels. A thread that reads the raw code uses kernels for a different CPU, which are accurate
+    to only 12 bits. The first such call in training is usually the optimizer's square root, split over all threads.
+    Without this function, one process in 30 to 100 began with a wrong update.
     """
-    torch.ones(1).sqrt()  # too small to be split
+    torch.ones(1).sqrt()  # too small to be split among threads
 
 
 def inexact(config: Config, device: torch.device, now: RunState, before: RunState | None) -> list[str]:
-    """Return known reasons why this run may not repeat bit for bit, one line each with a remedy.
+    """Return known reasons why this run may not be reproducible bit for bit, one line each, with a remedy.
 
     Args:
         config: the config of the run.
         device: the device of this rank.
         now: the state of this attempt.
-        before: the state in the resumed checkpoint; None if the run begins.
+        before: the state in the resumed checkpoint, or None for a new run.
     """
     found = []
     if device.type == "cuda" and not config.train.deterministic:

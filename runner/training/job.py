@@ -1,4 +1,4 @@
-"""Describe a process started by hand as the job of an attempt (`runner.contracts.Job`)."""
+"""Implement the job of an attempt (`runner.contracts.Job`) for a process that was started by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from runner.system import processes
 
 
 class LocalJob:
-    """A process on this machine. Only rerunning the command continues its run."""
+    """A process on this machine. Its run resumes only if you rerun the command."""
 
     auto_restarts = False
     max_timeouts: int | None = None
@@ -22,7 +22,7 @@ class LocalJob:
         return processes.began()
 
     def waited(self) -> dict[str, float]:
-        return {}  # in no queue
+        return {}  # there is no queue
 
     def cause(self, signum: int) -> str:
         return "interrupted"
@@ -31,13 +31,13 @@ class LocalJob:
         return "killed"
 
     def on_started(self) -> None:
-        """Do nothing: no scheduler counts attempts."""
+        """Do nothing, because no scheduler counts attempts."""
 
     def yield_verdict(self, reason: str | None = None) -> bool:
-        return False  # no other process waits for a verdict
+        return False  # no other process waits for this decision
 
     def record_verdict(self) -> None:
-        """Do nothing: no other process waits for a verdict."""
+        """Do nothing, because no other process waits for a verdict."""
 
     def requeue_if_needed(self, cause: str) -> str:
-        return cause  # the exit status reports that rerunning the command continues the run
+        return cause  # the exit status reports that a rerun of the command resumes the run

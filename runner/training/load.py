@@ -1,4 +1,4 @@
-"""Load the model of a run from one of its checkpoints: `runner.load`."""
+"""Load a run's model from one of its checkpoints, with `runner.load`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Loaded:
         model: in evaluation mode, on the requested device.
         config: the config of the run.
         step: step of the checkpoint.
-        averaged: True if the weights are the averaged ones (`train.ema_decay`).
+        averaged: True if these are the averaged weights (`train.ema_decay`).
         run: the run directory.
     """
 
@@ -73,18 +73,18 @@ def load(
 ) -> Loaded:
     """Load the model of a run, with the weights of a verified checkpoint.
 
-    Only the code that the run's frozen config names is executed. The run is not changed, and neither are the random
-    generators of this process.
+    Only code named in the run's frozen config is executed. Neither the run nor the random generators of this process
+    are changed.
 
     Args:
         run: a run directory.
         step: step of the checkpoint, `"best"`, or `"last"` (the default).
         device: device for the model.
-        raw: load the trained weights even if the run has averaged weights.
+        raw: if True, load the trained weights even if the run has averaged weights.
 
     Raises:
         UserError: there is no such run or checkpoint, or the model cannot be created.
-        CheckpointError: the checkpoint is corrupt, or does not fit the model.
+        CheckpointError: the checkpoint is corrupt, or does not match the model.
     """
     found = run_dir(run)
     with reading(found):
@@ -97,16 +97,16 @@ def load(
     averaged = restore(model, chosen, raw)
     try:
         model = model.to(device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: torch without CUDA
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch without CUDA raises AssertionError
         raise UserError(f"device={device}: the model cannot be put there ({str(error).splitlines()[0]})") from None
     return Loaded(model.eval(), config, chosen.step, averaged, found.path)
 
 
 def restore(model: nn.Module, chosen: Intact, raw: bool = False) -> bool:
-    """Fill an unwrapped model with the weights of a verified checkpoint; return True if they are averaged.
+    """Load the weights of a verified checkpoint into an unwrapped model. Return True if they are averaged weights.
 
     Raises:
-        CheckpointError: the checkpoint does not fit the model.
+        CheckpointError: the checkpoint does not match the model.
     """
     where = str(chosen.path)
     with refusing_corruption(chosen.path), CheckpointReader(chosen.at, chosen.manifest) as opened:
@@ -128,7 +128,8 @@ def train_state(chosen: Intact) -> dict[str, Any]:
     """Return the train state of a checkpoint that was verified when it was chosen.
 
     Raises:
-        CheckpointError: the checkpoint has changed since, or contains an object that does not belong in a checkpoint.
+        CheckpointError: the checkpoint has changed since then, or contains an object that does not belong in a
+            checkpoint.
     """
     with refusing_corruption(chosen.path):
         return load_train_state(chosen.at, chosen.manifest)

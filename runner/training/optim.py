@@ -1,7 +1,7 @@
-"""Provide an AdamW that starts fast; configs name it `runner.training.optim.AdamW`.
+"""Provide an AdamW that starts fast. Its name in configs is `runner.training.optim.AdamW`.
 
-`torch.optim.Optimizer` wraps its methods so that torch.compile does not trace them. The wrappers import `torch._dynamo`
-at their first call, which takes most of a second at every start, even in a run that compiles nothing. This class calls
+`torch.optim.Optimizer` wraps its methods so that torch.compile does not trace them. At their first call, the wrappers
+import `torch._dynamo`. This takes most of a second at every start, even in runs without torch.compile. This class calls
 the same methods without the wrappers, unless `torch._dynamo` is already imported.
 """
 
@@ -16,12 +16,12 @@ import torch
 
 
 def _direct(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method behind torch's wrappers, or the method itself in a version of torch without wrappers."""
+    """Return the method that torch has wrapped, or `function` in a version of torch without wrappers."""
     return cast(Callable[..., Any], inspect.unwrap(function))
 
 
 def _compiling() -> bool:
-    """Check whether torch.compile may be in use: it needs the wrappers, and has paid for their import."""
+    """Check whether torch.compile may be in use. It needs the wrappers, and has already imported `torch._dynamo`."""
     return "torch._dynamo" in sys.modules
 
 
@@ -34,9 +34,9 @@ _step = _direct(torch.optim.AdamW.step)
 
 
 class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` without the import of `torch._dynamo`; bit for bit the same, with the same state.
+    """`torch.optim.AdamW` without the import of `torch._dynamo`. Results and state are bitwise identical.
 
-    It takes the same arguments. With torch.compile it calls torch's own methods.
+    The arguments are the same. With torch.compile, the class calls torch's methods.
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -68,7 +68,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def _without_profiler(step: Callable[..., Any]) -> Callable[..., Any]:
-    # Creating torch's AdamW wraps the step of the class in the profiler's hook. The step of this AdamW has its own
+    # Creating an AdamW of torch wraps the class's `step` in the profiler's hook. This AdamW's `step` has a separate
     # hook.
     return cast(Any, step).__wrapped__ if getattr(step, "hooked", False) else step
 

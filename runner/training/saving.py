@@ -1,4 +1,4 @@
-"""Create the objects with which an attempt saves: checkpoint manager, cadence, and the check of its lease."""
+"""Create the objects that an attempt uses for saving: the checkpoint manager, the cadence, and the lease check."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def make_manager(config: Config, run: RunDir, lease: Lease | None, fingerprint: dict[str, Any]) -> TrainStateManager:
-    """Create the manager that saves and loads a run's checkpoints. Each change checks the lease first."""
+    """Create the manager that saves and loads a run's checkpoints. It checks the lease before each change."""
     options = config.checkpoint
     return TrainStateManager(
         run.checkpoints,
@@ -41,7 +41,7 @@ def make_manager(config: Config, run: RunDir, lease: Lease | None, fingerprint: 
 
 
 def make_cadence(config: Config, log: AttemptLog | None, step: int, epochs: EpochSteps) -> Cadence:
-    """Create the cadence of saves from `step` on. An adaptive cadence learns from earlier attempts."""
+    """Create the cadence of saves from `step` on. An adaptive cadence uses statistics of earlier attempts."""
     options = config.checkpoint
     adaptive = None
     if options.adaptive:
@@ -62,9 +62,9 @@ def make_cadence(config: Config, log: AttemptLog | None, step: int, epochs: Epoc
 
 
 def fence_check(lease: Lease | None) -> Callable[[], None]:
-    """Return a check that notices within about a second that a newer attempt holds the lease.
+    """Return a function that checks, at most about once a second, whether a newer attempt holds the lease.
 
-    It costs next to nothing per call. Every commit checks the lease as well.
+    A call costs almost nothing. Every commit checks the lease too.
     """
     last = clock.monotonic()
 
@@ -80,10 +80,10 @@ def fence_check(lease: Lease | None) -> Callable[[], None]:
 
 
 def check_beginning(config: Config, run: RunDir, log: AttemptLog | None) -> None:
-    """Warn if a run starts again at step 0 because all its checkpoints were removed.
+    """Warn if a run restarts at step 0 because all its checkpoints were removed.
 
     Raises:
-        UserError: the run is a branch. Only its command can copy the checkpoint of its trunk again.
+        UserError: the run is a branch. Only the command that begins the branch can copy the trunk's checkpoint again.
     """
     if config.fork.run is not None:
         raise UserError(

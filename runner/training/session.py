@@ -1,4 +1,4 @@
-"""Open one attempt: build its objects from the config, restore the newest checkpoint, and train."""
+"""Build an attempt's objects from the config, restore the newest checkpoint, and train."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Session:
     """The objects of an attempt, ready to train."""
 
     trainer: Trainer
-    steps: int  # length of the run, known once the data are open
+    steps: int  # length of the run, known once the data are opened
     warm_up: threading.Thread
     handler: WarningHandler | None = None
 
@@ -66,7 +66,7 @@ class Session:
 
     @property
     def early_end(self) -> EarlyEnd | None:
-        """Return why the run has ended before its last step, or None if it has not."""
+        """Return the reason why the run ended before its last step, or None if it did not."""
         return self.trainer.early_end if self.step < self.steps else None
 
     @property
@@ -83,14 +83,14 @@ class Session:
         return self.trainer.paused
 
     def train(self, steps: int | None = None, pause: int | None = None, metric: str | None = None) -> bool:
-        """Train to `steps`, by default to the end of the run; return False if a signal came before.
+        """Train to `steps`, by default to the end of the run. Return False if a signal came before that.
 
-        All files are closed at the end, also after an error.
+        All files are closed at the end, even after an error.
 
         Args:
             steps: length of the run.
-            pause: end at this step, if it comes earlier.
-            metric: the metric by which a search decides.
+            pause: end at this step if it is before the end of the run.
+            metric: the metric that a search compares.
         """
         try:
             finished = self.trainer.run(self.steps if steps is None else steps, pause, metric)
@@ -102,7 +102,7 @@ class Session:
             self.trainer.profiler.close()
             self.close()
             if self.warm_up.is_alive():
-                self.warm_up.join()  # an import cannot be cut off by the end of the interpreter
+                self.warm_up.join()  # the interpreter must not shut down during an import
 
     def close(self) -> None:
         """Close the recorder and stop forwarding warnings."""
@@ -118,11 +118,11 @@ class Session:
             run: the run directory.
             config: config of the run.
             world: the ranks.
-            log: attempt log, on rank 0.
-            lease: lease of the run directory, on rank 0.
+            log: attempt log on rank 0, otherwise None.
+            lease: lease of the run directory on rank 0, otherwise None.
 
         Raises:
-            UserError: the config, the data or the checkpoint does not fit.
+            UserError: the config, the data and the checkpoint do not match.
         """
         with warnings_forwarded(log) as handler:
             return _Opening(run, config, world, log, lease, handler).session()
@@ -130,12 +130,12 @@ class Session:
 
 @dataclass(frozen=True)
 class _Restored:
-    """The parts of a session that a checkpoint restores, and its entries for the other parts.
+    """The parts of a session that a checkpoint restores, and the checkpoint's entries for the other parts.
 
     Attributes:
         datasets: sources by name.
-        state: the train state; empty at a fresh start.
-        saved: the runner's own entries in the train state; None at a fresh start.
+        state: the train state; empty for a new run.
+        saved: the runner's own entries in the train state; None for a new run.
         run_state: the same entries for this attempt.
     """
 
@@ -154,7 +154,7 @@ class _Restored:
 
 @dataclass
 class _Opening:
-    """Build the parts of a session in their order."""
+    """Build the parts of a session, one after the other."""
 
     run: RunDir
     config: Config
@@ -162,7 +162,7 @@ class _Opening:
     log: AttemptLog | None
     lease: Lease | None
     handler: WarningHandler | None
-    shapes: tuple[BatchShape, ...] = ()  # of the checkpoint, if the steps of an epoch depend on them
+    shapes: tuple[BatchShape, ...] = ()  # from the checkpoint, if the number of steps per epoch depends on them
 
     def __post_init__(self) -> None:
         self.account = self.log.account if self.log else TimeAccount()
@@ -170,8 +170,8 @@ class _Opening:
     def session(self) -> Session:
         restored = self._restored()
         if self._with_steps(restored.datasets, restored.shapes) != self.config:
-            # The batch shape has changed, and with it the number of steps. The schedule depends on that number, so
-            # build again.
+            # The batch shape has changed, and therefore the number of steps. The schedule depends on it, so build
+            # everything again.
             self.shapes = restored.shapes
             restored = self._restored()
         return self._assembled(restored)
@@ -180,7 +180,7 @@ class _Opening:
         return with_steps(self.config, [len(dataset) for dataset in datasets.values()], shapes)
 
     def _restored(self) -> _Restored:
-        """Build what is trained and saved, as in the newest checkpoint. Data order and generators follow later."""
+        """Build and restore the objects that are trained and saved. Data order and generators are restored later."""
         device = begin_exactly(self.config, self.world)
         datasets = open_sources(self.config)
         self._weigh(datasets)
@@ -198,7 +198,7 @@ class _Opening:
         return _Restored(datasets, trained, manager, state, step, saved, run_state_at(step, config, self.world, saved))
 
     def _weigh(self, datasets: dict[str, Any]) -> None:
-        """Fill in the weights that depend on the data; warn if they leave a temperature without effect."""
+        """Fill in the weights that depend on the data. Warn if a temperature has no effect with these weights."""
         config = with_weights(self.config, datasets)
         if config is not self.config and self.world.is_main:
             for line in mixing_without_effect(config):
@@ -206,7 +206,7 @@ class _Opening:
         self.config = config
 
     def _load(self, manager: TrainStateManager, trained: Trained) -> Mapping[str, Any]:
-        """Restore model and optimizers; return the train state, empty at a fresh start."""
+        """Restore model and optimizers. Return the train state, which is empty for a new run."""
         averaged = trained.average.averaged if trained.average else None
         restarts = partial(restarts_optimizers, self.config)
         return manager.load(trained.model, trained.optimizers, averaged, another_optimizer=restarts) or {}
@@ -233,11 +233,11 @@ class _Opening:
         callbacks.recorder, callbacks.seconds = recorder, meter.callbacks
         stated = mean_tokens(of.datasets)
         train_step = TrainStep.build(trained, config, world, of.run_state, consumption.names, stated)
-        # The imports of the first save take a second. Do them in a thread, after the first step.
+        # The imports for the first save take a second, so do them in a thread after the first step.
         warm_up = threading.Thread(target=of.manager.warm_up, name="warm up", daemon=True)
         epochs = EpochSteps.of(config, [len(dataset) for dataset in of.datasets.values()], of.shapes)
         evaluation = Evaluation.open(config, train_step.forward, trained.average, epochs)
-        generators.put_back(before)  # objects created since may have drawn random numbers
+        generators.put_back(before)  # objects created since then may have drawn random numbers
         trainer = Trainer(
             train_step=train_step,
             consumption=consumption,
@@ -268,7 +268,7 @@ class _Opening:
         return Ending(options, named, callbacks, so_far, saved.stop_asked if saved else {})
 
     def _restore_position(self, of: _Restored, consumption: Consumption) -> int:
-        """Restore loader, schedules and random generators; return the number of tokens seen so far."""
+        """Restore loader, schedules and random generators. Return the number of tokens seen so far."""
         anew, optimizers = restarts_optimizers(self.config, of.step), of.trained.optimizers
         with fitting(self.run, self.config):
             _, tokens, _ = restore_train_state(of.state, None if anew else optimizers, consumption.loader)
@@ -301,7 +301,7 @@ class _Opening:
         return recorder
 
     def _model(self, of: _Restored) -> str:
-        """Describe the model on this rank, and the samples of a step."""
+        """Describe the model on this rank, and the samples per step."""
         average = of.trained.average is not None
         held = footprint.measured(of.trained.model, of.trained.optimizers, average)
         stated, samples = tokens_per_sample(of.datasets), None
@@ -311,9 +311,9 @@ class _Opening:
         return f"{held}{footprint.per_step(self.world.size, samples, next(iter(stated.values())) if same else None)}"
 
     def _add_evaluation(self, record: dict[str, Any]) -> None:
-        """Record a result with the results of `runner evaluate`, which then skips it.
+        """Add a result to the results of `runner evaluate`, which then skips this evaluation.
 
         Raises:
-            OSError: the file system failed.
+            OSError: the file system returned an error.
         """
         add(self.run, {**record, "digest": evaluation_digest(load_plain(self.run.path))})

@@ -1,7 +1,7 @@
-"""Recognize a failure caused by the stop signal, which also reached a child process such as a compiler.
+"""Recognize failures of a child process, such as a compiler, that also received the stop signal.
 
-A scheduler, a terminal and `kill -- -PGID` signal every process of a group. This process completes its step, but a
-`g++` that torch.compile has started ends, and the compilation fails. That is no crash.
+A scheduler, a terminal and `kill -- -PGID` signal every process in a group. This process completes its step, but a
+`g++` started by torch.compile ends, and the compilation fails. This must not be reported as a crash.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from runner.errors import UserError
 from runner.system.signals import STOP
 
 COMPILERS = ("torch._inductor", "torch._dynamo", "triton")
-"""Packages that raise the errors of a compilation. The message differs from case to case when a child has ended."""
+"""Packages that raise compilation errors. The messages vary if a child process was ended by a signal."""
 STOPS = (subprocess.CalledProcessError, BrokenExecutor, StoppedError)
 
 
 def is_stop(error: BaseException) -> bool:
-    """Check whether `error` came from a child process, such as a compiler, while this process was asked to stop."""
+    """Check whether a child process, such as a compiler, caused `error` after a signal asked this process to stop."""
     return bool(STOP) and not isinstance(error, UserError) and any(map(_is_of_child, _chain(error)))
 
 
@@ -40,7 +40,7 @@ def _is_of_child(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, the error that caused it or was being handled, and so on."""
+    """Yield an error, then the error that caused it or was being handled when it was raised, and so on."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

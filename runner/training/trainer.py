@@ -1,8 +1,8 @@
-"""Run the training loop: steps, and the actions at each boundary between two steps.
+"""Run the training loop: the steps, and the actions between two steps.
 
-At the boundary after step s, the loop evaluates if due, saves if due, and stops if asked to, in this order. Then the
-phase of the next step takes effect, and only then is its first batch drawn. So a checkpoint is taken before anything of
-the next step happens, and a resume executes the same lines.
+After step s, the loop evaluates if due, saves if due, and stops if asked to, in this order. Then it applies the phase
+of the next step, and then draws the first batch. So a checkpoint contains nothing of the next step, and a resumed run
+executes the same lines.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Trainer:
-    """The training loop of one attempt; `step` is the number of complete steps."""
+    """The training loop of one attempt. `step` is the number of completed steps."""
 
     train_step: TrainStep
     consumption: Consumption
@@ -49,7 +49,7 @@ class Trainer:
     manager: TrainStateManager
     cadence: Cadence
     recorder: Recorder
-    run_state: RunState  # of the resumed checkpoint; fields that change are updated at a save
+    run_state: RunState  # from the resumed checkpoint; changed fields are updated at each save
     stop: Callable[[], bool]
     check_fence: Callable[[], None]
     skip_nonfinite: bool = False
@@ -67,28 +67,28 @@ class Trainer:
         self.samples_seen = self.run_state.samples_seen
         self.evaluated = self.run_state.evaluated
         self.early_end: EarlyEnd | None = None
-        self.paused = False  # at the requested step, before the last one
-        self._metric: float | None = None  # metric of the last evaluation, by which a checkpoint is judged
+        self.paused = False  # paused at the requested step, before the last step
+        self._metric: float | None = None  # metric of the last evaluation, which ranks checkpoints
         self._batches: Iterator[tuple[Batch, BatchRecord | None]] | None = None
         self._stop_agreed = self._save_agreed = self._empty_reported = False
         self.train_step.before_update = self._finish_copy
 
     def run(self, steps: int, pause: int | None = None, metric: str | None = None) -> bool:
-        """Train and evaluate up to step `steps`; return False if a signal came before.
+        """Train and evaluate up to step `steps`. Return False if a signal came before that.
 
-        Early stopping or a callback may end the run earlier; then `early_end` holds the reason. In any case the final
-        state is saved and committed.
+        Early stopping or a callback may end the run earlier. Then `early_end` holds the reason. The final state is
+        always saved and committed.
 
         Args:
             steps: length of the run.
-            pause: return after this step and its evaluation; the run resumes from there later.
-            metric: the metric by which a search decides. If evaluations compute it, it is checked before the first
-                step.
+            pause: return after this step and its evaluation. The run can resume from this step later.
+            metric: the metric that a search compares. If it is an evaluation's result, its existence is checked before
+                the first step.
 
         Raises:
             TrainingError: a non-finite loss, or the data ended.
             SupersededError: a newer attempt holds the lease.
-            PeerError: another rank has ended or does not answer.
+            PeerError: a different rank has ended or does not answer.
             CallbackError: a callback raised, and train.on_callback_error=stop is set.
         """
         try:
@@ -103,7 +103,7 @@ class Trainer:
             best = self.evaluation.best_metric if self.evaluation.needs_best else None
             judged = {"early_stopping.metric": self.ending.options.metric}
             judged |= {"search.metric": metric if metric and metric.startswith("eval_") else None}
-            # A callback may add to the results.
+            # A callback may add further results.
             names = {} if self.ending.nodes else judged
             self.evaluation.check_names({**names, "checkpoint.best.metric": best})
         self.callbacks.start(self.step)
@@ -121,7 +121,7 @@ class Trainer:
             leaving, saved = self._stop_agreed or ends, True
             if (leaving and self.step > started_at) or self._save_agreed:
                 saved = self.save(wait=leaving)
-                # After a signal there is no time to fix a disk. The run resumes from the last good checkpoint.
+                # After a signal, there is no time to fix a disk. The run will resume from the last valid checkpoint.
                 if leaving and not saved and not self._stop_agreed:
                     raise UnsavedError(self._unsaved())
             if leaving:
@@ -137,7 +137,7 @@ class Trainer:
                 self.after_first_step()
 
     def advance(self) -> None:
-        """Make one step and record it.
+        """Train one step and record it.
 
         Raises:
             TrainingError: a non-finite loss, or the data ended.
@@ -162,7 +162,7 @@ class Trainer:
         self.account.stepped()
 
     def save(self, wait: bool) -> bool:
-        """Sync the metrics to disk, then commit a checkpoint; return False if the save is known to have failed.
+        """Sync the metrics to disk, then commit a checkpoint. Return False if the save is known to have failed.
 
         Args:
             wait: return only after the commit.
@@ -205,14 +205,14 @@ class Trainer:
             return saved
 
     def _finish_copy(self) -> None:
-        """Wait until the state that is being saved is copied; called before an update."""
+        """Wait until the state of a save in progress is copied. This is called before an update."""
         if self.manager.copying:
             with self.account.doing("save"):
                 self.manager.finish_copy()
 
     def _next_batch(self) -> Drawn:
         with self.account.doing("data_wait"):
-            for _ in range(2):  # an epoch may end here, and the next one begin
+            for _ in range(2):  # an epoch may end here, so that the next one begins
                 if self._batches is None:
                     try:
                         self._batches = self.consumption.batches()
@@ -225,7 +225,7 @@ class Trainer:
             raise self._end_of_data()
 
     def _end_of_data(self) -> TrainingError:
-        """Return the error for the end of this rank's data, or of the data of all ranks if all end here."""
+        """Return the error for the end of this rank's data, or for the end of all ranks' data."""
         everywhere = all_arrive(self.world, f"end of data/{self.step}")
         whose = "the data" if everywhere else f"the data of rank {self.world.rank}"
         remedy = "" if everywhere else "give every rank as many batches as the others, "
@@ -256,7 +256,7 @@ class Trainer:
         return record
 
     def _agree(self) -> None:
-        """Agree with all ranks on the stop flag, on the decision to save, and on the data ledger."""
+        """Agree with all ranks on the stop flag, the decision to save, and the data ledger."""
         due = self.step > 0 and self.world.is_main and self.cadence.should_save(self.step, clock.monotonic())
         flags = np.array([self.stop(), due], dtype=np.int64)
         vector = torch.from_numpy(np.concatenate([flags, self.consumption.control()]))
@@ -265,7 +265,7 @@ class Trainer:
         self.consumption.commit(vector[2:].numpy())
 
     def _evaluate(self, evaluation: Evaluation) -> bool:
-        """Evaluate and record; return False after a signal (the resumed run evaluates again)."""
+        """Evaluate and record the results. Return False after a signal; the resumed run then evaluates again."""
         results = evaluation.run(self.step, self._stop_now)
         if results is None:
             return False
@@ -276,9 +276,10 @@ class Trainer:
         return True
 
     def _evaluate_end(self, always: bool) -> bool:
-        """Evaluate the last step if it is off the cadence; return False after a signal.
+        """Evaluate the last step if no evaluation is due there. Return False after a signal.
 
-        The last step depends on the length of the run, so the result is recorded with the results of `runner evaluate`.
+        The last step depends on the run's length, so the result is added to the results of `runner evaluate`, not to
+        the metrics.
 
         Args:
             always: evaluate even if eval.at_end is false.
@@ -292,13 +293,13 @@ class Trainer:
         return results is not None
 
     def _stop_now(self) -> bool:
-        """Return the stop flag in the middle of an evaluation, agreed across ranks."""
+        """Return the stop flag during an evaluation, the same on every rank."""
         flag = self.world.sum(torch.tensor([int(self.stop())]))
         self._stop_agreed = self._stop_agreed or bool(flag[0])
         return self._stop_agreed
 
     def _learn_cost(self) -> None:
-        """Report the cost of the previous save to an adaptive cadence."""
+        """Pass the cost of the previous save to an adaptive cadence."""
         if self.cadence.adaptive is None:
             return
         self.manager.wait()
@@ -308,7 +309,7 @@ class Trainer:
             self.recorder.cadence(self.cadence.explain(clock.monotonic()))
 
     def _report_empty(self) -> None:
-        """Warn of the first step of this attempt whose weights are all 0; metrics.jsonl marks every such step."""
+        """Warn about this attempt's first step whose loss weights are all 0. metrics.jsonl marks every such step."""
         if not self._empty_reported and self.world.is_main:
             _log.warning(
                 f"step {self.step} made no update: the weights of its losses sum to 0 (are all labels masked?); "
@@ -324,7 +325,7 @@ class Trainer:
         )
 
     def _nonfinite(self, result: StepResult) -> str:
-        self.manager.wait()  # the last good checkpoint may still be being written
+        self.manager.wait()  # the last valid checkpoint may still be written
         return (
             f"the loss of step {self.step + 1} is {result.loss} (gradient norm {result.grad_norm}): training stopped, "
             f"{self._kept()}. Lower optimizer.lr or train.clip_norm, or skip such steps with train.on_nonfinite=skip"
@@ -333,6 +334,6 @@ class Trainer:
     def _kept(self) -> str:
         try:
             last = self.manager.newest()
-        except CheckpointError as error:  # its message is part of another error's message
+        except CheckpointError as error:  # this message becomes part of a different error's message
             return f"which checkpoint is kept cannot be told ({error})"
         return f"the checkpoint of step {last.step} is kept" if last else "there is no checkpoint yet"
