@@ -169,8 +169,7 @@ def beginning(job: Job) -> Iterator[None]:
 
 
 def _yield_if_passing(job: Job, error: UserError | OSError | ImportError) -> bool:
-    """Call `job.yield_verdict` if a possibly transient file system failure caused `error`. Return True if the job
-    restarts.
+    """Call `job.yield_verdict` if `error` is a file system failure, which may be transient. Return True on a restart.
 
     The Python environment may be on the same file system. So an import that fails now may succeed at the next start.
     """

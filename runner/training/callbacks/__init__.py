@@ -1,1 +1,1 @@
-"""Call your code at the boundaries between steps."""
+"""Call the user's callbacks between steps."""

@@ -1,8 +1,8 @@
-"""Call callbacks at the boundaries between steps: user code that observes, logs and keeps a state.
+"""Call callbacks between steps. They are user code that observes training, logs values and may have a state.
 
 Callbacks run on rank 0. With strategy=fsdp they run on every rank, because a forward pass needs all ranks. They cannot
-change the random generators of the training: during a call, the generators are seeded by seed, step, callback and
-method, and restored afterwards.
+affect the random generators used in training: during a call, the generators are seeded from seed, step, callback and
+method, and they are restored afterwards.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from runner.training.records.recorder import Recorder
 from runner.training.records.run_state import RunState
 from runner.training.step.tasks import RESERVED as STEP_KEYS
 
-# Keys of the runner's own records, including timings.jsonl and keys that only some records have.
+# Keys that the runner uses in its records, including timings.jsonl and keys that only some records have.
 RESERVED = frozenset(
     (
         *STEP_KEYS,
@@ -48,11 +48,11 @@ _log = logging.getLogger(__name__)
 
 
 class Context:
-    """The argument of a callback's method, valid until the method returns.
+    """The argument passed to a callback's method. It is valid until the method returns.
 
     Attributes:
-        model: the model of the config, not wrapped for several ranks.
-        step: number of complete steps.
+        model: the config's model, without the wrapper for several ranks.
+        step: number of completed steps.
         run_dir: the run directory.
         device: device of the model.
     """
@@ -67,7 +67,7 @@ class Context:
         self._owner = owner
         self._record = record
         self._values = values
-        self._name = name  # name of the callback, if the method may end the run
+        self._name = name  # name of the callback if the method may end the run, otherwise None
         self._valid = True
 
     @property
@@ -77,14 +77,14 @@ class Context:
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        """Return this step's or evaluation's record so far, read-only; in other methods, this attempt's last record."""
+        """Return the read-only record of this step or evaluation so far. In other methods, return the last record."""
         return MappingProxyType(deepcopy(self._record))
 
     def log(self, name: str, value: float) -> None:
         """Log a number as `name` in the record of this step or evaluation.
 
         Raises:
-            UserError: the record has the name already, or the value is not a number, or infinite.
+            UserError: the record already has this name, or the value is not a number or is infinite.
         """
         self._check_valid("log")
         if not isinstance(name, str) or not name or not name.isprintable():
@@ -94,16 +94,16 @@ class Context:
         self._values[name] = _number(name, value)
 
     def stop(self, reason: str) -> None:
-        """End the run after this step, as if it were the last: the run is saved, evaluated and finished.
+        """End the run after this step as if it were the last step: save, evaluate and mark the run as finished.
 
-        The run stays finished until the callback gets other options or is removed. Only `on_step_end` and
-        `on_evaluation` may call this: the other methods run at moments that depend on kills.
+        The run stays finished until you change the callback's options or remove it. Only `on_step_end` and
+        `on_evaluation` may call this, because kills affect when the other methods run.
 
         Args:
-            reason: shown by `runner status`, in the report, and in the loggers.
+            reason: reason that `runner status`, the report and the loggers show.
 
         Raises:
-            UserError: it is called in another method or before the first step, or the reason is not a text.
+            UserError: it is called from a different method or before the first step, or `reason` is not a string.
         """
         self._check_valid("stop")
         if not isinstance(reason, str) or not reason.strip():
@@ -113,28 +113,28 @@ class Context:
         self._owner.stop_asked = self._owner.stop_asked or (self._name, " ".join(reason.split()))
 
     def log_image(self, name: str, image: Any) -> None:
-        """Log an image to a file in the run directory's artifacts/, and to loggers that show images.
+        """Write an image to a file in the run directory's artifacts/, and pass it to loggers that support images.
 
         Args:
             name: name of the image. The file is NAME-STEP.png.
             image: see `runner.metrics.media.IMAGES`.
 
         Raises:
-            UserError: the name or the image cannot be used.
+            UserError: the name or the image is invalid.
         """
         self._check_valid("log_image")
         path = self._owner.run.artifacts / file_name(name, self.step, "png")
         self._owner.recorder.media(Media(self.step, name, path, png(image)))
 
     def log_text(self, name: str, text: str) -> None:
-        """Log a text to a file in the run directory's artifacts/, and to loggers that show texts.
+        """Write a text to a file in the run directory's artifacts/, and pass it to loggers that support text.
 
         Args:
             name: name of the text. The file is NAME-STEP.txt.
             text: the text.
 
         Raises:
-            UserError: the name cannot be used, or the text is not a str.
+            UserError: the name is invalid, or the text is not a str.
         """
         self._check_valid("log_text")
         if not isinstance(text, str):
@@ -152,7 +152,7 @@ def _number(name: str, value: Any) -> float:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UserError(f"log({name!r}, …) is passed a {type(value).__name__}: pass a number")
-    with suppress(OverflowError):  # an integer too large for a float
+    with suppress(OverflowError):  # the integer is too large for a float
         if not math.isinf(value):
             return int(value) if isinstance(value, int) else float(value)
     raise UserError(f"log({name!r}, …) is passed {float('inf')}: pass a number that is finite or nan")
@@ -160,7 +160,7 @@ def _number(name: str, value: Any) -> float:
 
 @dataclass
 class Callbacks:
-    """The callbacks of an attempt. Without callbacks, each method returns at once."""
+    """The callbacks of an attempt. Without callbacks, each method returns immediately."""
 
     run: RunDir
     model: nn.Module
@@ -168,14 +168,14 @@ class Callbacks:
     config: dict[str, Any]
     world: World = field(default_factory=World)
     everywhere: bool = False
-    """True if every rank calls the callbacks, and they fail together."""
+    """True if every rank calls the callbacks. A failure on one rank is then a failure on all ranks."""
     stop: bool = False
-    """True if a callback that raises ends the run; otherwise it is left out."""
+    """True if a callback that raises ends the run. Otherwise, the callback is skipped from then on."""
     recorder: Recorder = field(default_factory=Recorder)
     seconds: Callable[[float], None] = lambda seconds: None
     hooks: list[Hook] = field(default_factory=list)
     stop_asked: tuple[str, str] | None = None
-    """The callback that asks to end the run, and its reason."""
+    """The callback that requests the end of the run, and its reason."""
     _last: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -187,10 +187,11 @@ class Callbacks:
     def open(
         config: Config, world: World, run: RunDir, model: nn.Module, device: torch.device, saved: RunState | None
     ) -> Callbacks:
-        """Create the callbacks of the config and restore their states from `saved`.
+        """Create the config's callbacks and restore their states from `saved`.
 
         Raises:
-            UserError: a callback cannot be created, has no method or a misspelt one, or a state that cannot be saved.
+            UserError: a callback cannot be created, has no valid method or a misspelt one, or has a state that cannot
+                be saved.
         """
         everywhere = config.strategy is Strategy.fsdp and world.size > 1
         stop = config.train.on_callback_error is CallbackFailure.stop
@@ -223,15 +224,15 @@ class Callbacks:
                     self._of[method].append(hook)
 
     def has(self, method: str) -> bool:
-        """Check whether a callback has this method."""
+        """Check whether any callback has this method."""
         return bool(self._of[method])
 
     def start(self, step: int) -> None:
-        """Call `on_start`: training begins or resumes at `step`."""
+        """Call `on_start` when training begins or resumes at `step`."""
         self._call_and_record("on_start", step)
 
     def step_end(self, step: int, record: dict[str, Any]) -> dict[str, Any]:
-        """Call `on_step_end` after a step, in training mode. Return `record` with the logged values."""
+        """Call `on_step_end` after a step, in training mode. Return `record` with the logged values added."""
         self._last = record
         if self._of["on_step_end"]:
             began = clock.perf_counter()
@@ -240,21 +241,21 @@ class Callbacks:
         return record
 
     def evaluated(self, step: int, record: dict[str, Any]) -> dict[str, Any]:
-        """Call `on_evaluation` after an evaluation. Return `record` with the logged values."""
+        """Call `on_evaluation` after an evaluation. Return `record` with the logged values added."""
         self._call("on_evaluation", step, record, record)
         self._last = {**self._last, **record}
         return record
 
     def saved(self, step: int) -> None:
-        """Call `on_save` once the writer thread has a save. An attempt's last save is committed by then."""
+        """Call `on_save` when a save was passed to the writer thread. An attempt's last save is already committed."""
         self._call_and_record("on_save", step)
 
     def end(self, step: int) -> None:
-        """Call `on_end`: the run has all its steps."""
+        """Call `on_end` when the run has completed its last step."""
         self._call_and_record("on_end", step)
 
     def keep(self, state: RunState) -> RunState:
-        """Return `state` with the states of the callbacks."""
+        """Return `state` with the callbacks' states added."""
         if not self.hooks:
             return replace(state, callbacks={}, dropped_callbacks={})
         with generators.lent():
@@ -290,7 +291,7 @@ class Callbacks:
 
     @contextmanager
     def _unchanged(self, hook: Hook, method: str, step: int) -> Iterator[None]:
-        """Warn once of a callback that changes weights without declaring it, as far as torch counts changes."""
+        """Warn once about a callback that changes weights without declaring it. Changes via `.data` go unnoticed."""
         versions = [] if hook.changes_training else [parameter._version for parameter in self.model.parameters()]
         yield
         if versions and versions != [parameter._version for parameter in self.model.parameters()]:
@@ -303,7 +304,7 @@ class Callbacks:
 
     @contextmanager
     def _observing(self, evaluating: bool) -> Iterator[None]:
-        """Disable gradients in the block; restore the mode of each module afterwards."""
+        """Disable gradients in the `with` block, and restore the mode of each module afterwards."""
         modes = [module.training for module in self._modules]
         if evaluating:
             self.model.eval()
@@ -316,17 +317,17 @@ class Callbacks:
                     module.training = mode
 
     def _attempt(self, hook: Hook, method: str, action: Callable[[], None]) -> None:
-        """Run `action`. If it raises on any participating rank, report that, and drop the callback or stop.
+        """Run `action`. If it raises on any participating rank, report the error, then drop the callback or stop.
 
         Raises:
-            CallbackError: it raised, and train.on_callback_error=stop is set.
+            CallbackError: `action` raised, and train.on_callback_error=stop is set.
         """
         failure = None
         try:
             with peer_errors(self.world) if self.everywhere else nullcontext():
                 action()
         except (SupersededError, PeerError):
-            raise  # these concern the attempt, not the callback
+            raise  # these errors concern the attempt, not the callback
         except (Exception, SystemExit) as error:  # noqa: BLE001 a user's code may raise anything
             failure = failure_of(hook, method, error)
         failures = self.world.gather(failure) if self.everywhere else [failure]
@@ -336,7 +337,7 @@ class Callbacks:
 
     def _drop(self, hook: Hook, failure: Failure) -> None:
         if self.world.is_main:
-            with suppress(OSError):  # the report is only a convenience
+            with suppress(OSError):  # the report is not essential
                 self.run.check_guard()
                 with files.open_append(self.run.callback_errors) as file:
                     file.write(f"{failure.summary}\n{failure.details}\n".encode())
@@ -354,7 +355,7 @@ class Callbacks:
 
 
 def _plain_config(config: Config) -> dict[str, Any]:
-    """Return the config as plain values, with enums by name."""
+    """Return the config as plain values. Enums are replaced by their names."""
 
     def plain(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         return {key: value.name if isinstance(value, Enum) else value for key, value in pairs}

@@ -1,4 +1,4 @@
-"""Create one callback from the config, check it, restore it, and describe its failures."""
+"""Create a callback from the config, check it, restore its state, and describe its failures."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from runner.system import files
 from runner.training.records.run_state import RunState
 
 METHODS = ("on_start", "on_step_end", "on_evaluation", "on_save", "on_end")
-MAY_STOP = ("on_step_end", "on_evaluation")  # their moments do not depend on kills
+MAY_STOP = ("on_step_end", "on_evaluation")  # kills do not affect when these are called
 MAX_MESSAGE = 300
 
 
 @dataclass
 class Hook:
-    """One callback of the config.
+    """A callback from the config.
 
     Attributes:
         code: digest of the class's file and of its options.
-        dropped: True if the callback raised. It is left out until `code` changes.
-        state: state that was last saved or restored.
-        changes_training: True if its class declares that it changes what is trained, or if a warning has reported it.
+        dropped: True if the callback raised. It is skipped until `code` changes.
+        state: the last saved or restored state.
+        changes_training: True if the class declares that it changes training, or if a warning has reported that it
+            does.
     """
 
     name: str
@@ -46,27 +47,27 @@ class Hook:
         return "state_dict" in self.methods
 
     def refresh(self) -> None:
-        """Update `state` from the callback.
+        """Update `state` from the callback's present state.
 
         Raises:
-            CheckpointError: the callback's state holds an object that a checkpoint cannot hold.
+            CheckpointError: the callback's state contains an object that cannot be saved in a checkpoint.
         """
         self.state = snapshot(self.callback.state_dict(), f"callbacks.{self.name}.state_dict()")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of a callback: one line, and the traceback. Plain texts, because ranks exchange it."""
+    """A callback's failure: a one-line description and the traceback, as strings that ranks can exchange."""
 
     summary: str
     details: str
 
 
 def make_hook(name: str, node: dict[str, Any]) -> Hook:
-    """Create and check the callback of a node of the config.
+    """Create the callback that a config node describes, and check it.
 
     Raises:
-        UserError: it cannot be created, or is not a callback.
+        UserError: the callback cannot be created, or the object is not a callback.
     """
     key = f"callbacks.{name}"
     try:
@@ -108,7 +109,7 @@ def _check_takes_context(what: str, callback: Any, method: str) -> None:
 
 
 def _try_state(hook: Hook) -> None:
-    """Check at the start, rather than at the first save, that the callback's state can be saved.
+    """Check that the callback's state can be saved. This reports an error at the start, not at the first save.
 
     Raises:
         UserError: the state cannot be saved.
@@ -122,10 +123,10 @@ def _try_state(hook: Hook) -> None:
 
 
 def restore_hook(hook: Hook, saved: RunState) -> None:
-    """Restore a callback's state from a checkpoint. A callback that the checkpoint lacks starts afresh.
+    """Restore a callback's state from a checkpoint. A callback that is not in the checkpoint keeps its initial state.
 
     Raises:
-        UserError: the callback refuses the state.
+        UserError: the callback raises an error when it loads the state.
     """
     hook.dropped = saved.dropped_callbacks.get(hook.name) == hook.code
     if not hook.keeps_state or hook.name not in saved.callbacks:
@@ -144,7 +145,7 @@ def _code(callback: Any, node: dict[str, Any]) -> str:
     """Return a digest of the class's file and of its options."""
     try:
         source = files.read_bytes(Path(inspect.getfile(type(callback))))
-    except (TypeError, OSError):  # built in, or made at run time
+    except (TypeError, OSError):  # a built-in class, or a class created at run time
         source = b""
     return hashlib.sha256(source + canonical(node).encode()).hexdigest()[:16]
 
@@ -157,7 +158,7 @@ def failure_of(hook: Hook, method: str, error: BaseException) -> Failure:
 def _one_line(error: BaseException) -> str:
     try:
         message = " ".join(str(error).split())
-    except Exception:  # noqa: BLE001 __str__ may fail as well
+    except Exception:  # noqa: BLE001 __str__ may fail too
         message = ""
     if not isinstance(error, UserError):
         message = f"{type(error).__name__}: {message}".rstrip(": ")

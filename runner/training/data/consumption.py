@@ -1,9 +1,9 @@
-"""Present the data order to the training loop: batches with records, phases, and the ledger of consumed samples.
+"""Provide the training loop with batches in their data order, apply phases, and track consumed samples in the ledger.
 
-There are four kinds. `SeededConsumption` drives the two seeded samplers. A phase that changes weights ends their epoch,
-because their index lists are drawn for a whole epoch. `ElasticConsumption` ignores phases: its segments are positions,
-known in advance. `OwnConsumption` counts the samples of a user's sampler. `Consumption` is for a user's loader, whose
-order is not known.
+There are four classes. `SeededConsumption` is for the two seeded samplers. A phase that changes weights ends their
+epoch, because they draw the index list of a complete epoch. `ElasticConsumption` ignores phases, because the elastic
+sampler knows the positions of all weight changes in advance. `OwnConsumption` counts the samples of a user's sampler.
+`Consumption` is for a user's loader, whose order is unknown.
 """
 
 from __future__ import annotations
@@ -24,61 +24,61 @@ from runner.metrics.records import names_all
 
 @dataclass
 class Consumption:
-    """The consumption of a loader that does not report its samples, so that their order is not known."""
+    """The consumption of a loader that does not report its samples, so that their order is unknown."""
 
     loader: Any
 
     @property
     def names(self) -> list[str]:
-        """Return the sources, in the order of their numbers."""
+        """Return the names of the sources, ordered by source number."""
         return []
 
     def enter_step(self, step: int) -> bool:
-        """Apply the phase of `step`. Return True if the loader must be iterated anew."""
+        """Apply the phase of `step`. Return True if the loader must be iterated again."""
         return False
 
     def batches(self) -> Iterator[tuple[Any, BatchRecord | None]]:
-        """Return an iterator over the rest of the epoch, each batch with its record."""
+        """Iterate over the remaining batches of the epoch, each with its record."""
         return ((batch, None) for batch in self.loader)
 
     def consume(self, record: BatchRecord | None) -> None:
         """Count the samples of a batch that is used for training."""
 
     def sources(self, record: BatchRecord | None) -> np.ndarray | None:
-        """Return the source number of each sample of a batch, int64 of shape (B,), or None if not known."""
+        """Return the source number of each sample in a batch, int64 of shape (B,), or None if unknown."""
         return None
 
     def control(self) -> np.ndarray:
-        """Return this rank's part of the ledger since the last commit, to be summed over ranks."""
+        """Return this rank's additions to the ledger since the last commit. The caller sums them over ranks."""
         return np.zeros(0, dtype=np.int64)
 
     def commit(self, vector: np.ndarray) -> None:
-        """Add the sum over all ranks to the ledger."""
+        """Add `vector`, which is summed over all ranks, to the ledger."""
 
     def totals(self, step: int) -> dict[str, Any]:
-        """Return the metrics' digest and totals so far, for the sources that the line of `step` names."""
+        """Return the ledger's digest and totals for the metrics of `step`, for the sources that this line names."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the ledger of a checkpoint. Call this after the loader was restored.
+        """Restore the ledger from a checkpoint. Call this after restoring the loader.
 
         Raises:
             CheckpointError: an entry is missing.
-            SamplerStateError: the present order does not yield the samples that were consumed.
+            SamplerStateError: the present data order does not reproduce the consumed samples.
         """
 
 
 @dataclass
 class TrackedConsumption(Consumption):
-    """The base of the samplers' consumptions: every consumed sample enters the ledger, then the metrics."""
+    """Base class for consumptions of samplers. Every consumed sample is added to the ledger, then to the metrics."""
 
     sampler: Any
     ledger: DataLedger
-    tokens_per_sample: Mapping[str, int]  # by source; without an entry, a source's tokens are not counted
-    _taken: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # of this step, not in the ledger yet
+    tokens_per_sample: Mapping[str, int]  # by source; tokens of a source without an entry are not counted
+    _taken: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # samples to add to the ledger
 
     @cached_property
     def _ends(self) -> np.ndarray:
@@ -103,12 +103,12 @@ class TrackedConsumption(Consumption):
         return np.searchsorted(self._ends, record.indices, side="right")
 
     def positions(self, record: BatchRecord) -> np.ndarray:
-        """Return the positions of a batch's samples in the whole run."""
+        """Return the positions of a batch's samples in the run."""
         assert record.positions is not None
         return record.positions
 
     def control(self) -> np.ndarray:
-        if self._taken:  # all micro-batches at once: hashing eight is as fast as hashing one
+        if self._taken:  # all micro-batches at once, because hashing eight is as fast as hashing one
             indices, positions = zip(*self._taken, strict=True)
             self.ledger.consume(np.concatenate(indices), np.concatenate(positions))
             self._taken.clear()
@@ -122,7 +122,7 @@ class TrackedConsumption(Consumption):
             self.ledger.commit(vector.view(np.uint64), self.recomputable_from())
 
     def recomputable_from(self) -> int:
-        """Return the first position whose samples a resume can look up."""
+        """Return the first position whose samples can be recomputed at a resume."""
         return 0
 
     def totals(self, step: int) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class TrackedConsumption(Consumption):
 
 @dataclass
 class ElasticConsumption(TrackedConsumption):
-    """The consumption of the elastic sampler, whose positions are positions of the whole run."""
+    """The consumption of the elastic sampler, whose positions count from the beginning of the run."""
 
     def verify(self, state: dict[str, Any]) -> None:
         self.ledger.verify(self.sampler.locate)
@@ -166,7 +166,7 @@ class ElasticConsumption(TrackedConsumption):
 
 @dataclass
 class SeededConsumption(TrackedConsumption):
-    """The consumption of DistributedSampler and MixtureSampler; positions count the samples of all ranks."""
+    """The consumption of DistributedSampler and MixtureSampler. Positions count the samples of all ranks."""
 
     phases: PhaseSchedule | None = None
     num_replicas: int = 1
@@ -177,7 +177,7 @@ class SeededConsumption(TrackedConsumption):
     _epoch_start: int = 0
 
     def start_at(self, step: int) -> None:
-        """Set the weights of the last step before `step`. Call this before the loader is restored."""
+        """Set the weights that applied in the last step before `step`. Call this before restoring the loader."""
         if self.phases is not None:
             state = self.phases.at(max(step - 1, 0))
             self._in_force = (state.weights, state.temperature)
@@ -197,7 +197,7 @@ class SeededConsumption(TrackedConsumption):
         return True
 
     def positions(self, record: BatchRecord) -> np.ndarray:
-        """Return positions, counted from the samples of all ranks before this step; ranks alternate."""
+        """Return positions, given the number of samples of all ranks before this step. Ranks take samples in turn."""
         assert record.indices is not None
         count = len(record.indices)
         base = self.ledger.total + self._pending * self.num_replicas
@@ -217,9 +217,9 @@ class SeededConsumption(TrackedConsumption):
         return {**super().state_dict(), "epoch": self._epoch, "epoch_start": self._epoch_start}
 
     def verify(self, state: dict[str, Any]) -> None:
-        """Verify the current epoch only, because the lists of earlier epochs would have to be drawn again."""
+        """Verify only the current epoch, because the index lists of earlier epochs would have to be drawn again."""
         self._epoch, self._epoch_start = state["epoch"], state["epoch_start"]
-        if not hasattr(self.sampler, "indices_at"):  # a user's sampler, which cannot look up the order of an epoch
+        if not hasattr(self.sampler, "indices_at"):  # a user's sampler that cannot look up the order of an epoch
             return
         names, starts = np.array(self.ledger.names), self._ends - self.ledger.sizes
 
@@ -233,7 +233,7 @@ class SeededConsumption(TrackedConsumption):
 
 @dataclass
 class OwnConsumption(SeededConsumption):
-    """The consumption of a user's sampler. Samples are counted, unless its state is a position in the run."""
+    """The consumption of a user's sampler. Positions are counted unless the sampler provides them."""
 
     def positions(self, record: BatchRecord) -> np.ndarray:
         by_position = hasattr(self.sampler, "state_dict_at") and record.positions is not None

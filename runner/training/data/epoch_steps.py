@@ -1,4 +1,4 @@
-"""Find the steps that complete an epoch, for actions every so many epochs."""
+"""Find the steps that complete an epoch, for actions that are due every N epochs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from runner.config.schema import Config
 
 @dataclass(frozen=True)
 class EpochSteps:
-    """Relate steps to epochs.
+    """Convert between steps and epochs.
 
     Args:
         kind: kind of the sampler.
         total: number of samples of all sources.
         drop_last: the sampler's option.
-        shapes: batch shapes of the steps so far, and last the shape of the next step.
+        shapes: batch shapes of the steps so far, followed by the shape of the next step.
     """
 
     kind: Kind
@@ -30,19 +30,19 @@ class EpochSteps:
 
     @staticmethod
     def of(config: Config, sizes: Sequence[int], shapes: Sequence[BatchShape]) -> EpochSteps:
-        """Create the relation for a run whose sources have `sizes` samples."""
+        """Create the object for a run whose sources have `sizes` samples."""
         return EpochSteps(config.sampler.kind.value, sum(sizes), config.sampler.drop_last, shapes)
 
     def samples(self, epochs: Fraction) -> int:
-        """Return the number of samples of `epochs` epochs, over all ranks."""
+        """Return the number of samples in `epochs` epochs, over all ranks."""
         last = self.shapes[-1]
         return self.kind.samples_of(epochs, self.total, last.world_size, last.batch_size, self.drop_last)
 
     def completes(self, every: float, step: int) -> bool:
-        """Return True if a multiple of `every` epochs is complete after `step` steps, but not a step before.
+        """Return True if `step` is the step that completes a multiple of `every` epochs.
 
-        This counts whole steps, like the length of a run in epochs. The samples of the last, incomplete step of an
-        epoch count towards the next epoch.
+        Only full steps are counted, as for the length of a run in epochs. If an epoch ends within a step, that step
+        belongs to the next epoch.
         """
         if step < 1:
             return False
@@ -55,5 +55,5 @@ class EpochSteps:
 
 
 def exact(epochs: float) -> Fraction:
-    """Return a number of epochs as the fraction that was written: 0.29 of 100 samples are 29."""
+    """Return the decimal number of epochs as an exact fraction, so that 0.29 epochs of 100 samples are 29 samples."""
     return Fraction(str(epochs))

@@ -1,4 +1,4 @@
-"""Make the data order from the resolved config: batch shapes, samplers, records, and the length of the run."""
+"""Create the data order from the resolved config: batch shapes, samplers, records, and the run's length."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 def batch_shape(config: Config, world: World, step: int) -> BatchShape:
-    """Return the batch shape of the steps from `step` on.
+    """Return the batch shape that applies from `step` on.
 
     Raises:
         UserError: train.global_batch_size cannot be divided among the ranks.
@@ -77,8 +77,8 @@ def make_sampler(
         dataset: the concatenation of `datasets`; the sampler yields indices into it.
         datasets: sources by name.
         world: the ranks.
-        shapes: batch shapes of the run, which turn the start step of a phase into a position.
-        allow_change: allow the state of another data plan to be loaded.
+        shapes: batch shapes of the run, used to convert a phase's start step to a position.
+        allow_change: allow loading the state of a different data plan.
     """
     options, sizes = config.sampler, {name: len(part) for name, part in datasets.items()}
     if options.kind.value.is_own:
@@ -93,7 +93,7 @@ def make_sampler(
 def _elastic_sampler(
     config: Config, datasets: dict[str, Any], shapes: Sequence[BatchShape], world: World, allow_change: bool
 ) -> Any:
-    """Create the sampler of this rank's part of each global batch, or of its micro-batches."""
+    """Create the sampler for this rank's part of each global batch, or for its micro-batches."""
     from exactdata import ElasticSampler
 
     shape, phases = shapes[-1], phase_schedule(config)
@@ -123,13 +123,13 @@ def make_own_sampler(config: Config, dataset: Any, sizes: dict[str, int], num_re
 
     Args:
         config: config of the run.
-        dataset: first argument of the sampler.
+        dataset: the dataset, passed as the sampler's first argument.
         sizes: number of samples by source.
         num_replicas: number of ranks.
         rank: this rank.
 
     Raises:
-        UserError: the sampler cannot be created, lacks a method, or its order cannot be repeated.
+        UserError: the sampler cannot be created, lacks a method, or has an order that cannot be reproduced.
     """
     from exactdata.own_sampler import own_sampler
 
@@ -155,10 +155,10 @@ def make_own_sampler(config: Config, dataset: Any, sizes: dict[str, int], num_re
 
 
 def check_epoch(config: Config, sampler: Any) -> None:
-    """Check that an epoch, or a capped order, holds a full batch for every rank. Incomplete batches are dropped.
+    """Check that an epoch, or a capped order, has a full batch for every rank. Incomplete batches are dropped.
 
     Raises:
-        UserError: it has fewer samples.
+        UserError: the epoch has too few samples.
     """
     key, least, whose = "train.batch_size", config.train.batch_size, "a rank gets"
     if isinstance(sampler, MicroBatchSampler):
@@ -166,7 +166,7 @@ def check_epoch(config: Config, sampler: Any) -> None:
         sampler = sampler.sampler
     try:
         samples = len(sampler)
-    except TypeError:  # the order is endless
+    except TypeError:  # the order is infinite
         return
     if samples < least:
         remedy = ", or raise sampler.max_epochs" if config.sampler.max_epochs else ""
@@ -177,7 +177,7 @@ def check_epoch(config: Config, sampler: Any) -> None:
 
 
 def order_record(config: Config, sampler: Any, datasets: dict[str, Any], shapes: Sequence[BatchShape]) -> OrderRecord:
-    """Return the record of the data order that `runner inspect` needs."""
+    """Return the record from which `runner inspect` reproduces the data order."""
     sizes = {name: len(part) for name, part in datasets.items()}
     shape: dict[str, Any] = {
         "steps": config.steps,
@@ -204,7 +204,7 @@ def order_record(config: Config, sampler: Any, datasets: dict[str, Any], shapes:
 
 
 def data_plan(config: Config) -> dict[str, Any]:
-    """Return the settings that determine the data order. They are equal if only the batch shape has changed."""
+    """Return the settings that determine the data order. They do not include the batch shape."""
     options = config.sampler
     return {
         "weights": source_weights(config),
@@ -217,7 +217,7 @@ def data_plan(config: Config) -> dict[str, Any]:
 
 
 def with_steps(config: Config, sizes: Sequence[int], shapes: Sequence[BatchShape]) -> Config:
-    """Return `config` with the number of steps that `train.epochs` requires.
+    """Return `config` with the number of steps computed from `train.epochs`.
 
     If `train.steps` sets the length, the config is returned unchanged.
 
@@ -225,10 +225,10 @@ def with_steps(config: Config, sizes: Sequence[int], shapes: Sequence[BatchShape
         config: config of the run.
         sizes: number of samples of each source.
         shapes: batch shapes of the steps so far, and last the shape of the next step. After a change of shape, the
-            remaining steps follow from the remaining samples.
+            number of remaining steps is computed from the remaining samples.
 
     Raises:
-        UserError: the epochs are less than one step, or another setting needs a longer run.
+        UserError: the epochs have less than one step, or a different setting requires a longer run.
     """
     if config.train.epochs is None:
         return config

@@ -1,4 +1,4 @@
-"""Open the datasets of the resolved config, for training or evaluation, join them, and weigh them."""
+"""Open the resolved config's datasets for training or evaluation, concatenate them, and compute their weights."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from runner.errors import UserError
 from runner.system import files
 
 WHOLE_FILE_BYTES = 1 << 26
-"""A file up to this size is hashed completely. Of a larger file, only this many bytes are: half from its start, half
-from its end."""
+"""A file up to this size is hashed completely. For a larger file, only this many bytes are hashed: half from its start,
+and half from its end."""
 
 
 def open_sources(config: Config, group: str = "sources", streams: bool = False) -> dict[str, Any]:
-    """Open the datasets of `data.sources` or `data.eval_sources`, by name.
+    """Open the datasets of `data.sources` or `data.eval_sources`. Return them by name.
 
     Args:
         config: config of the run.
         group: `sources` or `eval_sources`.
-        streams: accept iterable datasets, too.
+        streams: also accept iterable datasets.
 
     Raises:
-        UserError: a dataset cannot be created, is not map-style, or has more tokens than the model.
+        UserError: a dataset cannot be created, is not map-style, or has a larger vocabulary than the model.
     """
     datasets = {name: instantiate(f"data.{group}.{name}", node) for name, node in getattr(config.data, group).items()}
     vocabulary = config.model.get("vocab_size")
@@ -59,15 +59,15 @@ def open_sources(config: Config, group: str = "sources", streams: bool = False) 
 
 
 def tokens_per_sample(datasets: dict[str, Any]) -> dict[str, int]:
-    """Return the tokens of each sample by source, for datasets with an attribute of this name."""
+    """Return the number of tokens per sample, by source, for datasets that have an attribute of this name."""
     said = {name: getattr(dataset, "tokens_per_sample", None) for name, dataset in datasets.items()}
     return {name: tokens for name, tokens in said.items() if isinstance(tokens, int) and not isinstance(tokens, bool)}
 
 
 def mean_tokens(datasets: dict[str, Any]) -> dict[str, float]:
-    """Return the mean number of tokens of a sample by source, for the datasets that state it.
+    """Return the mean number of tokens per sample, by source, for datasets that state it.
 
-    Datasets state it by `tokens_per_sample`, or by `total_tokens` if their samples have different numbers of tokens.
+    Datasets state it with `tokens_per_sample`, or with `total_tokens` if the number of tokens varies between samples.
     """
     totals = {name: getattr(dataset, "total_tokens", None) for name, dataset in datasets.items()}
     means = {name: total / len(datasets[name]) for name, total in totals.items() if total and isinstance(total, int)}
@@ -75,7 +75,7 @@ def mean_tokens(datasets: dict[str, Any]) -> dict[str, float]:
 
 
 def measures(datasets: dict[str, Any]) -> dict[str, Callable[[Any], Any]]:
-    """Return by source the function that counts tokens and documents, for datasets that state only `total_tokens`."""
+    """Return the function that counts tokens and documents, by source, for datasets that state only `total_tokens`."""
     return {
         name: part.measure
         for name, part in datasets.items()
@@ -84,11 +84,11 @@ def measures(datasets: dict[str, Any]) -> dict[str, Callable[[Any], Any]]:
 
 
 def join_sources(datasets: dict[str, Any], collate: Callable[[Any], Any] | None = None) -> Any:
-    """Join the datasets to one whose samples are theirs. Return a single dataset as it is.
+    """Concatenate the datasets. A single dataset is returned unchanged.
 
     Args:
         datasets: sources by name.
-        collate: the function of `data.collate`, which takes a list of samples rather than a finished batch.
+        collate: the function from `data.collate`, which takes a list of samples and not a finished batch.
     """
     whole = next(iter(datasets.values()))
     if len(datasets) == 1 and (collate is None or not is_collated(whole)):
@@ -97,10 +97,10 @@ def join_sources(datasets: dict[str, Any], collate: Callable[[Any], Any] | None 
 
 
 def make_collate(config: Config) -> Callable[[Any], Any] | None:
-    """Return the function or object that makes a batch from a list of samples; None for torch's default.
+    """Return the function or object that builds a batch from a list of samples, or None for torch's default.
 
     Raises:
-        UserError: it cannot be called with a list of samples.
+        UserError: the object cannot be called with a list of samples.
     """
     node = config.data.collate
     if not node:
@@ -117,10 +117,10 @@ def make_collate(config: Config) -> Callable[[Any], Any] | None:
 
 
 def fingerprint(config: Config, datasets: dict[str, Any]) -> dict[str, Any]:
-    """Return the properties of the data that a checkpoint and the run that loads it must have in common.
+    """Return the properties of the data that must be equal in a checkpoint and the run that loads it.
 
-    Each source has separate entries, because a run may allow sources to be added and removed. With
-    `run.allow_data_change`, their content may differ, too.
+    Each source has separate entries, because a run may allow adding and removing sources. With `run.allow_data_change`,
+    the content of a source may differ too.
     """
     parts: dict[str, Any] = {"seed": config.seed, "sampler": config.sampler.kind.name}
     for name, dataset in datasets.items():
@@ -135,7 +135,7 @@ def fingerprint(config: Config, datasets: dict[str, Any]) -> dict[str, Any]:
 
 
 def _files_of(name: str, node: Any) -> dict[str, dict[str, Any]]:
-    """Return size and checksum of each file that the settings of a source name."""
+    """Return the size and checksum of each file that a source's settings name."""
     found = {}
     for setting, value in flatten({f"data.sources.{name}": node}).items():
         several = {f"{setting}.{number}": each for number, each in enumerate(value)} if isinstance(value, list) else {}
@@ -162,9 +162,9 @@ def _identified(path: Path) -> dict[str, Any]:
 
 
 def with_weights(config: Config, datasets: dict[str, Any]) -> Config:
-    """Return `config` with a number for every weight that `sampler.weights_by` leaves to the data.
+    """Return `config` with a number for every weight that `sampler.weights_by` derives from the data.
 
-    With `weights_by=tokens`, weights are shares of tokens, but a sampler takes shares of samples. See `_of_samples`.
+    With `weights_by=tokens`, weights are token shares, but a sampler needs sample shares. See `_of_samples`.
 
     Args:
         config: config of the run.
@@ -208,10 +208,10 @@ def with_weights(config: Config, datasets: dict[str, Any]) -> Config:
 
 
 def _check_unit(config: Config, differ: bool) -> None:
-    """Check that a weight means the same in a branch as in its trunk, if shares of tokens and samples `differ`.
+    """Check that weights have the same unit in a branch and its trunk, if token shares and sample shares `differ`.
 
     Raises:
-        UserError: the meanings differ.
+        UserError: the units differ.
     """
     if "sampler.weights_by" not in config.fork.was or not differ:
         return
@@ -225,9 +225,9 @@ def _check_unit(config: Config, differ: bool) -> None:
 
 
 def _of_samples(config: Config, means: dict[str, float]) -> Config:
-    """Turn shares of tokens into shares of samples, dividing by the mean tokens of a sample.
+    """Convert token shares to sample shares by dividing by the mean number of tokens per sample.
 
-    A temperature applies to the shares of tokens, so it is applied here. The sampler's temperature is 1.
+    A temperature applies to token shares, so it is applied here, and the sampler's temperature is set to 1.
     """
     schedule = phase_schedule(config)
 

@@ -1,4 +1,4 @@
-"""Open the training data of an attempt: the sources, their loader, and their order for the training loop."""
+"""Open the training data of an attempt: the sources, the loader, and the data order for the training loop."""
 
 from __future__ import annotations
 
@@ -59,25 +59,25 @@ def open_training_data(
     before: RunState | None,
     step: int,
 ) -> Consumption:
-    """Open the training data in their order from `step` on. The loader is not restored yet.
+    """Open the training data for the steps from `step` on. This does not restore the loader.
 
     Args:
         config: config of the run.
         world: the ranks.
         datasets: sources by name.
-        device: device for which batches are pinned.
+        device: device that batches are pinned for.
         now: run state of this attempt.
-        before: run state of the resumed checkpoint; None if the run begins.
-        step: number of complete steps.
+        before: run state of the resumed checkpoint, or None for a new run.
+        step: number of completed steps.
 
     Raises:
-        UserError: the loader or the sampler cannot be created, or the data are less than a batch.
+        UserError: the loader or the sampler cannot be created, or there is less than one batch of data.
     """
     if config.data.loader:
         return Consumption(instantiate("data.loader", config.data.loader))
     collate = make_collate(config)
     dataset = join_sources(datasets, collate)
-    # The same plan at other positions means that only the batch shape has changed.
+    # If the data plan is the same, only the batch shape can have changed.
     same_plan = before is not None and before.data_plan == now.data_plan
     allow_change = config.run.allow_data_change or same_plan or config.fork.begins_at(step)
     sampler = make_sampler(config, dataset, datasets, world, now.batch_shapes, allow_change)
@@ -102,7 +102,7 @@ def open_training_data(
 
 
 def _options(config: Config, device: torch.device) -> SimpleNamespace:
-    """Return the options of the loader. Its workers show their stacks when they hang."""
+    """Return the options of the loader. They make its workers show their stack traces if they hang."""
     data = config.data
     return SimpleNamespace(
         num_workers=data.num_workers,
@@ -115,7 +115,7 @@ def _options(config: Config, device: torch.device) -> SimpleNamespace:
 def record_order(
     run: RunDir, config: Config, consumption: Consumption, datasets: dict[str, Any], shapes: Sequence[BatchShape]
 ) -> None:
-    """Write the record of the data order that `runner inspect` needs, if the order is known."""
+    """If the data order is known, write the record from which `runner inspect` reproduces it."""
     if isinstance(consumption, TrackedConsumption):
         order = order_record(config, consumption.sampler, datasets, shapes)
         insist(lambda: order_file.write(order, run.order, run.guard), run.order)

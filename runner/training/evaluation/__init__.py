@@ -1,1 +1,1 @@
-"""Evaluate during training: held-out data, metrics, results."""
+"""Evaluate during training: held-out data, metrics and results."""

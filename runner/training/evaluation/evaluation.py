@@ -1,8 +1,7 @@
-"""Evaluate the same samples each time, without changing random generators or data order.
+"""Evaluate the same samples each time, without affecting random generators or the data order.
 
-A result depends on the weights, the held-out samples and `eval.batch_size`, but not on the number of ranks. A batch
-always holds the same samples of one source, one rank computes it alone, and results are added in the order of the
-batches.
+A result depends on the weights, the held-out samples and `eval.batch_size`, but not on the number of ranks. Each batch
+always has the same samples from one source. A single rank computes it, and results are added in batch order.
 """
 
 from __future__ import annotations
@@ -30,28 +29,28 @@ from runner.training.step.tasks import FOR_METRICS, Batch, check_weights, per_sa
 
 @dataclass
 class Evaluation:
-    """The held-out sets of a run, and the metrics of each."""
+    """Evaluate the held-out sets of a run and compute their metrics."""
 
     forward: Forward
     sets: Sequence[EvaluationSet]
     metrics: Sequence[EvaluationMetric] = ()
-    seed: int = 0  # for random numbers of the task and the metrics
-    best_metric: str = BEST_METRIC  # the result by which a checkpoint is judged
-    needs_best: bool = False  # the evaluations have to compute it
-    at_end: bool = False  # evaluate the last step even if it is off the cadence
+    seed: int = 0  # seeds the random numbers of the task and the metrics
+    best_metric: str = BEST_METRIC  # the result that ranks checkpoints
+    needs_best: bool = False  # evaluations must compute `best_metric`
+    at_end: bool = False  # evaluate the last step even if no evaluation is due
 
     @staticmethod
     def open(config: Config, forward: Forward, average: Average | None, epochs: EpochSteps) -> Evaluation | None:
-        """Open the held-out data of the config, or return None without any. Averaged weights take precedence.
+        """Open the config's held-out data, or return None if there are none. Averaged weights take precedence.
 
         Args:
             config: config of the run.
             forward: the model and the task's computation.
-            average: averaged weights, evaluated instead of the model's; None without.
-            epochs: steps of the epochs of the training data.
+            average: averaged weights, which are evaluated instead of the model's weights, or None.
+            epochs: converts between steps and epochs of the training data.
 
         Raises:
-            UserError: the data, the task or a metric does not fit.
+            UserError: the data, the task or a metric cannot be used.
         """
         build.seed_everything(config.seed)  # held-out data and metrics may draw random numbers when created
         if average is not None:
@@ -65,11 +64,11 @@ class Evaluation:
         return Evaluation(forward, sets, metrics, config.seed, best, needs_best, at_end) if sets else None
 
     def due(self, step: int) -> bool:
-        """Check whether any set is evaluated after `step` complete steps."""
+        """Check whether any set is due after `step` completed steps."""
         return any(each.due(step) for each in self.sets)
 
     def complete(self, step: int) -> bool:
-        """Check whether every set is evaluated after `step` complete steps."""
+        """Check whether every set is due after `step` completed steps."""
         return all(each.due(step) for each in self.sets)
 
     def run(
@@ -78,16 +77,16 @@ class Evaluation:
         """Return the results over all ranks: `eval_loss`, `eval_accuracy`, `eval_SET_loss`, ….
 
         Args:
-            step: number of complete steps.
-            stop: returns True to give up; agreed across ranks and called before each batch.
+            step: number of completed steps.
+            stop: function that returns True to abort, the same on every rank. Called before each batch.
             every_set: also evaluate sets that are not due.
-            turns: number of batches that each rank computes of each source; None for all.
+            turns: number of batches that each rank computes for each source, or None for all.
 
         Returns:
             The results by name, or None if `stop()` returned True.
 
         Raises:
-            UserError: the task or a metric does not fit; or a stream is empty.
+            UserError: the task or a metric cannot be used, or a stream is empty.
         """
         results: dict[str, Any] = {}
         with self._undisturbed():
@@ -105,10 +104,11 @@ class Evaluation:
         return results
 
     def judge(self, step: int, results: dict[str, Any]) -> float | None:
-        """Return the metric by which the checkpoint of `step` is judged; None if `results` lacks it.
+        """Return the metric that ranks the checkpoint of `step`, or None if it is not in `results`.
 
         Raises:
-            UserError: `results` lacks it, although the best checkpoints are kept and every set was evaluated.
+            UserError: the metric is not in `results`, although the best checkpoints are kept and every set was
+                evaluated.
         """
         if self.needs_best and self.complete(step):
             check_name("checkpoint.best.metric", self.best_metric, results)
@@ -118,14 +118,14 @@ class Evaluation:
     def check_names(self, judged: Mapping[str, str | None]) -> None:
         """Evaluate one batch of each source and check that the results have the named metrics.
 
-        This finds a wrong name before training rather than hours later. A compiled model is not checked, because the
-        shapes that it meets first may change what is compiled.
+        This reports a wrong name before training, not hours later. A compiled model is not checked, because the shapes
+        of the first inputs may affect how it is compiled.
 
         Args:
-            judged: maps a setting to the result that it names, if any.
+            judged: maps a setting to the name of the result that it requires, or None.
 
         Raises:
-            UserError: there is no such result, or the task or a metric does not fit.
+            UserError: there is no such result, or the task or a metric cannot be used.
         """
         named = {key: name for key, name in judged.items() if name not in (None, "eval_loss")}
         if named and not hasattr(self.forward.model, "_orig_mod"):
@@ -135,7 +135,7 @@ class Evaluation:
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """Put the model in evaluation mode without gradients; restore the mode and the generators afterwards."""
+        """Set the model to evaluation mode and disable gradients. Restore the mode and the generators afterwards."""
         self.forward.model.eval()
         try:
             with generators.lent(), torch.no_grad():
@@ -145,10 +145,10 @@ class Evaluation:
 
 
 def check_name(key: str, name: str, results: Mapping[str, Any]) -> None:
-    """Check that evaluations compute the number that a setting names.
+    """Check that evaluations compute the result that a setting names, as a number.
 
     Raises:
-        UserError: they do not compute it.
+        UserError: there is no such result.
     """
     numbers = [each for each, value in results.items() if isinstance(value, int | float)]
     if name not in numbers:
@@ -162,14 +162,14 @@ def check_name(key: str, name: str, results: Mapping[str, Any]) -> None:
 
 @dataclass
 class _Pass:
-    """One evaluation of one set."""
+    """A single evaluation of a single set."""
 
     forward: Forward
     of: EvaluationSet
     metrics: Sequence[EvaluationMetric]
     seed: int
     turns: int | None
-    _sums: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # by name and source: sum, weight
+    _sums: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # [sum, weight] by name and source
 
     def run(self, stop: Callable[[], bool]) -> dict[str, Any] | None:
         several = len(self.of.sources) > 1
@@ -180,7 +180,7 @@ class _Pass:
             for number, batch in islice(data.turns(self.forward.world), self.turns):
                 if stop():
                     return None
-                build.seed_everything(self.seed, place, number or 0)  # the same numbers on any rank
+                build.seed_everything(self.seed, place, number or 0)  # the same random numbers on any rank
                 outputs = self.forward.evaluate(batch)
                 sums = self._sums_of(outputs, batch)
                 if number is not None:
@@ -193,7 +193,7 @@ class _Pass:
         return self._results(accumulated)
 
     def _sums_of(self, outputs: Any, batch: Batch) -> dict[str, list[float]]:
-        """Sum the weighted values of a batch and their weights, by name. A metric's function has weights of 1."""
+        """Sum the weighted values of a batch and their weights, by name. Values of a metric function have weight 1."""
         given = per_sample(self.forward.task.name, outputs, None)
         samples = len(given.values["loss"])
         weight = torch.ones(samples).double() if given.weight is None else given.weight.double().cpu()
@@ -209,7 +209,7 @@ class _Pass:
         return sums
 
     def _add(self, source: str, parts: list[tuple[int, dict[str, list[float]]]]) -> None:
-        """Add the sums of a source's batches in the order of the batches, from all ranks."""
+        """Add the sums of a source's batches from all ranks, in batch order."""
         everywhere = sorted(
             (part for rank in self.forward.world.gather(parts) for part in rank), key=lambda part: part[0]
         )

@@ -1,4 +1,4 @@
-"""Choose the held-out samples of an evaluation, their batches, and the rank that computes each batch."""
+"""Select the held-out samples of an evaluation, split them into batches, and assign the batches to ranks."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from runner.training.model import build
 from runner.training.step.tasks import Batch
 
 Turn = tuple[int | None, Batch]
-"""The number of a batch within its source, and the batch. The number is None if the batch is computed only because the
-other ranks need this rank in their forward pass."""
+"""The number of a batch within its source, and the batch. The number is None if this rank computes the batch only
+because the other ranks need it to take part in the forward pass."""
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The samples of a source for an evaluation, split into batches and over ranks.
+    """A source's samples for an evaluation, split into batches and over ranks.
 
     Attributes:
-        samples: the size of the source, 1 or more.
+        samples: number of samples in the source, at least 1.
         batch_size: samples per batch; the last batch may have fewer.
-        limit: the largest number of batches.
-        first: first index of the source in the dataset that joins all sources.
+        limit: maximum number of batches.
+        first: first index of the source in the concatenation of all sources.
     """
 
     samples: int
@@ -47,15 +47,15 @@ class HeldOut:
         return min(-(-self.samples // self.batch_size), self.limit)
 
     def indices(self, batch: int) -> list[int]:
-        """Return the dataset indices of a batch."""
+        """Return the dataset indices of the samples in a batch."""
         start = batch * self.batch_size
         return [self.first + index for index in range(start, min(start + self.batch_size, self.samples))]
 
     def turns(self, world: World) -> range:
-        """Return the numbers of the batches that this rank computes, as many on every rank.
+        """Return the numbers of the batches that this rank computes. Every rank has the same number of batches.
 
-        FSDP's ranks need each other in every forward pass. A rank whose last number is `batches` or more repeats one of
-        the first batches, and its result does not count.
+        With FSDP, all ranks take part in every forward pass. A rank whose last number is `batches` or more repeats one
+        of the first batches, and the result is ignored.
         """
         return range(world.rank, -(-self.batches // world.size) * world.size, world.size)
 
@@ -73,7 +73,7 @@ class RankBatches:
 
 @dataclass(frozen=True)
 class MapSource:
-    """A held-out source with a length. `batches` follow `held_out.turns` and can be iterated several times."""
+    """A held-out source with a length. `batches` are ordered as in `held_out.turns` and can be iterated repeatedly."""
 
     held_out: HeldOut
     batches: Iterable[Batch]
@@ -85,7 +85,7 @@ class MapSource:
 
 @dataclass(frozen=True)
 class StreamSource:
-    """A held-out stream. Every rank reads all of it and computes its part. Each pass iterates `batches` anew."""
+    """A held-out stream. Every rank reads all of it and computes its part. Each pass iterates `batches` again."""
 
     batches: Iterable[Batch]
     limit: int
@@ -101,16 +101,16 @@ class StreamSource:
 
 @dataclass(frozen=True)
 class StreamBatches:
-    """Iterate over an iterable dataset in batches, as one shard, from its start at each iteration.
+    """Iterate over an iterable dataset in batches, as a single shard. Each iteration starts from the beginning.
 
     Raises:
-        UserError: the dataset is its own iterator, which cannot start again.
+        UserError: the dataset is an iterator, which cannot be restarted.
     """
 
     dataset: Any
     batch_size: int
     collate: Callable[[Any], Any]
-    seed: int = 0  # for random numbers of the dataset
+    seed: int = 0  # seeds the random numbers of the dataset
 
     def __iter__(self) -> Iterator[Batch]:
         build.seed_everything(self.seed)
@@ -132,13 +132,13 @@ class StreamBatches:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Sources that are evaluated together and separately.
+    """Sources that are evaluated together, with results in total and for each source.
 
     Attributes:
         name: name of the set; empty for the set of all sources.
         sources: sources by name.
-        every_steps: evaluate at every multiple of this step; 0 for no evaluation by steps.
-        completes_epoch: maps a step to True if it completes an epoch, or the number of epochs of the cadence.
+        every_steps: evaluate at multiples of this step. If 0, the step does not trigger evaluations.
+        completes_epoch: function that returns True for a step that completes the cadence's number of epochs.
         at_start: evaluate before the first step.
     """
 
@@ -149,7 +149,7 @@ class EvaluationSet:
     at_start: bool = False
 
     def due(self, step: int) -> bool:
-        """Check whether the set is evaluated after `step` complete steps."""
+        """Check whether the set is due after `step` completed steps."""
         if step == 0:
             return self.at_start
         return (self.every_steps > 0 and step % self.every_steps == 0) or self.completes_epoch(step)
@@ -160,12 +160,12 @@ class EvaluationSet:
 
 
 def evaluation_sets(config: Config, world: World, epochs: EpochSteps | None = None) -> list[EvaluationSet]:
-    """Open the set of all held-out sources and the sets of `eval.sets`, except sets that are never evaluated.
+    """Open the set of all held-out sources and the sets in `eval.sets`. Sets that are never evaluated are omitted.
 
     Args:
         config: config of the run.
         world: the ranks.
-        epochs: steps of the epochs of the training data; None if no set is due by epochs.
+        epochs: converts between steps and epochs of the training data. None if no set is due by epochs.
 
     Raises:
         UserError: a source cannot be read, or no source of a set has samples.

@@ -1,8 +1,8 @@
-"""Compute metrics: objects with `update` and `compute`, as in torchmetrics, or functions of a batch.
+"""Compute metrics. A metric is an object with `update` and `compute`, as in torchmetrics, or a function of a batch.
 
-The arguments of `update` are taken by name from the output of the task's evaluation step, then from the batch. A metric
-with a state is updated on rank 0 with every batch in order. So its value on any number of ranks is the same as in a
-single process, even if it cannot merge states.
+The arguments of `update` are looked up by name in the output of the task's evaluation step, then in the batch. A metric
+with a state is updated on rank 0 with every batch, in order. So its value does not depend on the number of ranks, even
+if the metric cannot merge states.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def build_metrics(config: Config, device: torch.device) -> list[EvaluationMetric]:
-    """Create the metrics of `eval.metrics`.
+    """Create the metrics in `eval.metrics`.
 
     Raises:
         UserError: a metric cannot be created, or is neither a metric nor a function.
@@ -35,7 +35,7 @@ def build_metrics(config: Config, device: torch.device) -> list[EvaluationMetric
     return [
         _metric(name, node, device)
         for name, node in config.eval.metrics.items()
-        if node is not None  # dropped on the command line
+        if node is not None  # removed on the command line
     ]
 
 
@@ -75,14 +75,14 @@ def _arguments(where: str, function: Any) -> dict[str, inspect.Parameter]:
 
 @dataclass(frozen=True)
 class EvaluationMetric:
-    """A metric of the config, with the names of its arguments.
+    """A metric from the config, with the names of its arguments.
 
     Attributes:
-        name: name in the config; the result is `eval_NAME`.
-        where: key and target, for messages.
-        made: the metric object or function.
-        takes: maps an argument to the entry that it takes, if the names differ.
-        arguments: arguments of `update` or of the function.
+        name: name in the config. The result is named `eval_NAME`.
+        where: config key and target, for messages.
+        made: the created metric object or function.
+        takes: maps an argument to the entry that is passed to it, if the names differ.
+        arguments: names of the arguments of `update` or of the function.
         is_per_sample: True for a function that returns one value per sample.
     """
 
@@ -94,11 +94,11 @@ class EvaluationMetric:
     is_per_sample: bool
 
     def fresh(self) -> Any:
-        """Return a copy of the metric without state; None for a function."""
+        """Return a copy of the metric without state, or None for a function."""
         return None if self.is_per_sample else copy.deepcopy(self.made)
 
     def values(self, outputs: Any, batch: Batch, model: nn.Module, samples: int, device: torch.device) -> torch.Tensor:
-        """Return the function's values for a batch, shape (B,)."""
+        """Return the metric function's values for a batch, shape (B,)."""
         batch = to_device(batch, device)
         more = {"model": model, "batch": batch, "outputs": outputs}
         found = self._call(self.made, self._chosen(outputs, batch, more))
@@ -108,11 +108,11 @@ class EvaluationMetric:
         return found
 
     def update(self, metrics: Sequence[Any], data: tuple[Any, Batch] | None, forward: Forward) -> None:
-        """Update `metrics` on rank 0 with the batch of each rank. Call this on all ranks together.
+        """Update `metrics` on rank 0 with the batch of each rank. All ranks must call this together.
 
         Args:
-            metrics: the metric's copies, over all sources and for this source.
-            data: outputs and batch of this rank; None if they do not count.
+            metrics: copies of the metric: one for all sources, and one for this source.
+            data: outputs and batch of this rank, or None if they are to be ignored.
             forward: provides the ranks and the device.
         """
         chosen = None if data is None else self._chosen(*data, {})
@@ -131,7 +131,7 @@ class EvaluationMetric:
         forward.world.run_on_main(update)
 
     def results(self, metrics: dict[str | None, Any], world: World) -> dict[str, Any]:
-        """Return the values by name, and by source if there are several; the same on every rank."""
+        """Return the values by name, and by source if there are several sources. All ranks get the same values."""
 
         def compute() -> dict[str, Any]:
             found: dict[str, Any] = dict(self._floats(self._call(metrics[None].compute, {})))
@@ -177,7 +177,7 @@ class EvaluationMetric:
             raise UserError(f"{self.where}: {reason}" + (f" (called with {shapes})" if shapes else "")) from error
 
     def _floats(self, value: Any) -> dict[str, float]:
-        """Convert the value of `compute` to numbers by name; a mapping or vector gives several."""
+        """Convert the result of `compute` to numbers by name. A mapping or vector gives several numbers."""
         if isinstance(value, Mapping):
             parts = {f"{self.name}_{key}": part for key, part in value.items()}
         elif isinstance(value, torch.Tensor) and value.ndim == 1:
