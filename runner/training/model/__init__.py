@@ -1,1 +1,1 @@
-"""Build the model, its optimizers and their schedules from the config."""
+"""Build the model, the optimizers and their schedules from the config."""

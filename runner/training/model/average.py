@@ -1,8 +1,8 @@
 """Keep the exponential moving average (EMA) of a model's weights, with torch.optim.swa_utils.AveragedModel.
 
-The average is updated after each training step, evaluated in place of the weights, and saved with them. After the first
-update it equals the weights. After each later update it is decay * average + (1 - decay) * weights. Its buffers are
-copies of the model's.
+The average is updated after each training step, evaluated in place of the trained weights, and saved with them. The
+first update sets it to the weights. Each later update sets it to decay * average + (1 - decay) * weights. Its buffers
+are copies of the model's buffers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Average:
 
     Args:
         model: the trained model, on its device and before it is wrapped.
-        decay: the share of the average that each update keeps, above 0 and below 1.
+        decay: weight of the old average in each update, above 0 and below 1.
         strategy, world, device: as for `parallel.place`. With `fsdp`, the average is sharded like the model.
 
     Raises:
@@ -52,11 +52,11 @@ class Average:
         return module
 
     def update(self, model: nn.Module) -> None:
-        """Update the average with the present weights of `model`, which may be wrapped."""
+        """Update the average with the present weights of `model`, with or without wrappers."""
         if self._sharded:
             from torch.distributed.fsdp import FSDPModule
 
             for each in (*self.module.modules(), *model.modules()):
-                if isinstance(each, FSDPModule):  # an evaluation leaves its parameters gathered
+                if isinstance(each, FSDPModule):  # an evaluation leaves FSDP's parameters gathered
                     each.reshard()
         self.averaged.update_parameters(bare(model))

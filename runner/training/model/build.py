@@ -1,4 +1,4 @@
-"""Build the model of an attempt from the resolved config, with its optimizers, on this rank's device."""
+"""Build an attempt's model and optimizers from the resolved config, on this rank's device."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def choose_device(wanted: str, world: World) -> torch.device:
 
 
 def seed_everything(seed: int, *stream: int) -> None:
-    """Seed Python's, numpy's and torch's generators. Each `stream`, such as a rank, gets other numbers."""
+    """Seed Python's, numpy's and torch's generators. Each `stream`, e.g. a rank, gets different numbers."""
     words = np.random.SeedSequence([seed, *(stream or (0,))]).generate_state(4, np.uint64)
     random.seed(int(words[0]))
     np.random.seed(int(words[1]) % 2**32)
@@ -55,10 +55,11 @@ def seed_everything(seed: int, *stream: int) -> None:
 
 
 def model(config: Config) -> nn.Module:
-    """Create the model, with the same initial weights on every rank. Freeze the parameters of frozen groups.
+    """Create the model with the same initial weights on every rank, and freeze the parameters of frozen groups.
 
     Raises:
-        UserError: the model cannot be created, or the optimizers name parameters that it does not have.
+        UserError: the model cannot be created, or the config assigns parameters that the model does not have to an
+            optimizer.
     """
     seed_everything(config.seed)
     module = instantiate("model", config.model)
@@ -70,12 +71,12 @@ def model(config: Config) -> nn.Module:
 
 
 def optimizers(config: Config, module: nn.Module, device: torch.device | None = None) -> Optimizers:
-    """Create the optimizers over the parameters of `module`, their schedules, and the gradient scaler.
+    """Create the optimizers for the parameters of `module`, their schedules, and the gradient scaler.
 
     Args:
         config: config of the run.
         module: the model from `model`, wrapped for training.
-        device: device of the model; by default the CPU.
+        device: device of the model. The default is the CPU.
 
     Raises:
         UserError: an optimizer or scheduler cannot be created, or a group has an option that its optimizer lacks.
@@ -97,7 +98,7 @@ def optimizers(config: Config, module: nn.Module, device: torch.device | None = 
 def _optimizer(
     key: str, node: dict[str, Any], module: nn.Module, members: parameters.Parameters
 ) -> torch.optim.Optimizer:
-    """Create one optimizer. The runner's AdamW does not decay norms, biases and embeddings."""
+    """Create an optimizer. The runner's AdamW does not apply weight decay to norms, biases and embeddings."""
     options = parameters.with_tuples(
         {name: value for name, value in node.items() if name not in (OWN_KEYS if key != SINGLE else ("groups",))}
     )
@@ -118,7 +119,7 @@ def _optimizer(
 
 
 def average(config: Config, module: nn.Module, world: World, device: torch.device) -> Average | None:
-    """Return the average of the weights of `module`, which is not wrapped yet; None without `train.ema_decay`.
+    """Return the average of the weights of the unwrapped `module`, or None if `train.ema_decay` is not set.
 
     Raises:
         UserError: the model cannot be copied.
@@ -129,12 +130,13 @@ def average(config: Config, module: nn.Module, world: World, device: torch.devic
 
 
 def compiled(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return `torch.compile(model)`, which compiles at its first call.
+    """Return `torch.compile(model)`, which compiles at the first call.
 
-    This starts Inductor's helper processes so that a signal to the process group does not end them. On a CPU, these are
-    trial programs that find out what the CPU can do. If one were ended, Inductor would silently assume a less capable
-    CPU, and would compute and save the step in progress with other bits. On other devices, it is the process whose
-    workers compile. Its end would go unnoticed, and the compilation would wait for it for ever.
+    This starts Inductor's helper processes in a way that a signal to the process group does not end them. On a CPU,
+    these are test programs that detect the CPU's instruction sets. If a signal ended one, Inductor would silently
+    assume a less capable CPU, and the step in progress would be computed and saved with different bits. On other
+    devices, the helper is the parent of the compile workers. If a signal ended it, the compilation would wait for it
+    forever.
     """
     with signals.blocked():
         if device.type == "cpu":

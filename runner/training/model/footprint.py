@@ -1,6 +1,6 @@
-"""Count a model's parameters and estimate the memory that training takes.
+"""Count a model's parameters and estimate the memory required for training.
 
-The estimate itself takes no memory: it uses the meta device, or copies of the parameters there.
+The estimate needs almost no memory: it uses the meta device, or copies of the parameters on the meta device.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from runner.training.model.parameters import named_parameters
 
 @dataclass(frozen=True)
 class Part:
-    """A top-level module of a model: number of parameters, number trained, and bytes of its weights.
+    """A top-level module of a model: its number of parameters, number of trained parameters, and bytes of weights.
 
-    A shared parameter counts only in the first module that has it.
+    A shared parameter is counted only in the first module that has it.
     """
 
     name: str
@@ -38,13 +38,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of a model on one rank; with FSDP2, of this rank's shard.
+    """The memory of a model on one rank. With FSDP2, it is the memory of this rank's shard.
 
     Attributes:
         model: bytes of parameters and buffers.
         gradients: bytes of one copy of the gradients.
-        optimizers: bytes of the optimizers' state after their first step; None if only that step can show it.
-        average: bytes of the averaged weights; 0 without `train.ema_decay`.
+        optimizers: bytes of the optimizers' state after their first step, or None if it is unknown before that step.
+        average: bytes of the averaged weights, or 0 without `train.ema_decay`.
         parts: the top-level modules that have parameters.
     """
 
@@ -70,16 +70,16 @@ class Footprint:
         return f"{quantity(whole.parameters)} parameters{share}, {memory}"
 
     def per_rank(self, config: Config, ranks: int, micro_batches: int) -> int | None:
-        """Estimate the bytes that a rank holds in a step, without activations and batches.
+        """Estimate the bytes that a rank needs during a step, without activations and batches.
 
-        In rank-invariant training, a rank adds up the gradients of its micro-batches as a binary tree and keeps one sum
-        per level: about 1 + log2(micro-batches) copies. With several ranks, rank-invariant training and
-        DistributedDataParallel keep one more copy to send. FSDP2 shards everything over the ranks.
+        In rank-invariant training, a rank adds up the gradients of its micro-batches in a binary tree and keeps one sum
+        per level. These are about 1 + log2(micro-batches) copies. With several ranks, rank-invariant training and
+        DistributedDataParallel keep a further copy for sending. FSDP2 shards everything over the ranks.
 
         Args:
             config: config of the run.
             ranks: number of ranks.
-            micro_batches: the largest number of micro-batches that one rank computes in a step.
+            micro_batches: the maximum number of micro-batches that a rank computes in a step.
         """
         if self.optimizers is None:
             return None
@@ -95,11 +95,12 @@ def footprint(config: Config, device: str = "meta") -> Footprint:
 
     Args:
         config: config of the run.
-        device: device for them; any device but meta takes the memory.
+        device: device for the model and the optimizers. Any device except `meta` allocates the memory.
 
     Raises:
         UserError: the model or an optimizer cannot be created.
-        Exception: the model or an optimizer needs real memory, for example for weights that it reads from a file.
+        Exception: the model or an optimizer cannot be created on the meta device, e.g. because it reads weights from a
+            file.
     """
     known = replace(config, train=replace(config.train, steps=config.known_steps or DEFAULT_STEPS, epochs=None))
     with torch.device(device):
@@ -114,9 +115,9 @@ def measured(model: nn.Module, optimizers: Optimizers, averaged: bool, to_try: b
     Args:
         model: the model, wrapped for training.
         optimizers: optimizers of its parameters.
-        averaged: True if the weights are averaged.
-        to_try: allow a user's optimizer to make a step on copies of the parameters, which may change more than the
-            copies.
+        averaged: True if averaged weights are kept.
+        to_try: allow running a step of a user's optimizer on copies of the parameters. Such a step might change more
+            than the copies.
     """
     parts: dict[str, Part] = {}
     parameters = {name: each for name, each in named_parameters(model).items() if not is_lazy(each)}
@@ -142,28 +143,28 @@ def measured(model: nn.Module, optimizers: Optimizers, averaged: bool, to_try: b
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, to_try: bool) -> int | None:
-    """Return the bytes of an optimizer's state. Before the first step, let a copy step on the meta device.
+    """Return the bytes of an optimizer's state. Before the first step, run a step of a copy on the meta device.
 
-    Return None if the copy cannot step, or must not because its class is neither torch's nor the runner's.
+    Return None if the copy's step fails, or is not allowed because its class is neither torch's nor the runner's.
     """
     state = optimizer.state
     if not state:
         if not to_try and not type(optimizer).__module__.startswith(("torch.optim.", "runner.training.optim")):
             return None
         copy = object.__new__(type(optimizer))
-        # Leave out `step`: a scheduler has wrapped it for the original.
+        # Omit `step`, because a scheduler has wrapped it for the original.
         vars(copy).update({name: value for name, value in vars(optimizer).items() if name != "step"})
         state = copy.state = defaultdict(dict)
         try:
             copy.param_groups = [_on_meta(group) for group in optimizer.param_groups]
             copy.step()
-        except Exception:  # noqa: BLE001 it may be the user's own code; torch's Adafactor needs real numbers
+        except Exception:  # noqa: BLE001 a user's optimizer may raise anything; torch's Adafactor needs real numbers
             return None
     return _bytes(value for each in state.values() for value in each.values() if isinstance(value, torch.Tensor))
 
 
 def _on_meta(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's group with parameters and gradients on the meta device, which take no memory."""
+    """Return an optimizer's group with its parameters and gradients on the meta device, where they need no memory."""
     made = []
     for parameter in group["params"]:
         if parameter.requires_grad and not is_lazy(parameter):
@@ -174,13 +175,13 @@ def _on_meta(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def per_step(ranks: int, samples: int | None, tokens: int | None, divided: bool = False) -> str:
-    """Describe on how many ranks a footprint is, and what a step trains on.
+    """Describe the number of ranks of a footprint, and the data of a step.
 
     Args:
         ranks: number of ranks.
-        divided: True if the footprint is of all ranks together, each with a part of it.
-        samples: samples of a step over all ranks; None if not known.
-        tokens: tokens of each sample; None if not known, or without tokens.
+        divided: True if the footprint is the total of all ranks, each of which has a part.
+        samples: number of samples per step over all ranks, or None if unknown.
+        tokens: number of tokens per sample, or None if unknown or if the data have no tokens.
     """
     where = f"{', divided over' if divided else ' on each of'} {ranks} ranks" if ranks > 1 else ""
     if samples is None:
@@ -189,7 +190,7 @@ def per_step(ranks: int, samples: int | None, tokens: int | None, divided: bool 
 
 
 def planned_step(config: Config, ranks: int) -> str:
-    """Describe what a step of a config trains on, as far as is known before the data are open."""
+    """Describe the data of a config's step, as far as known before the data are opened."""
     train, nodes = config.train, [node for node in config.data.sources.values() if isinstance(node, dict)]
     samples = train.global_batch_size or train.batch_size * (train.grad_accum_steps or 1) * ranks
     ours = [node.get("sequence_length") for node in nodes if str(node.get("_target_")).startswith("runner.data.")]

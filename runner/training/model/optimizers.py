@@ -1,7 +1,7 @@
-"""Hold the optimizers of a run with their schedules and, for float16, the gradient scaler.
+"""Manage the optimizers of a run, their schedules and, for float16, the gradient scaler.
 
-`Optimizers` has the attributes that a checkpoint needs of an optimizer (`param_groups`, `state`, `class_name`). So one
-optimizer or several are saved and restored in the same way, under the names of parameters.
+`Optimizers` has the attributes of an optimizer that a checkpoint needs (`param_groups`, `state`, `class_name`). So a
+single optimizer and several optimizers are saved and restored in the same way, by parameter name.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from runner.training.ranks.parallel import total_norm
 
 
 class Schedulers:
-    """The learning-rate schedulers of all optimizers; they step together, once per training step."""
+    """The learning-rate schedulers of all optimizers. All of them advance once per training step."""
 
     def __init__(self, made: Mapping[str, LRScheduler]) -> None:
         self._made = dict(made)
 
     def step(self) -> None:
-        """Advance all schedulers, also after a step whose update was skipped.
+        """Advance all schedulers, even after a step whose update was skipped.
 
         Raises:
-            TrainingError: a scheduler of torch has ended.
+            TrainingError: a torch scheduler has reached its last step.
         """
         for name, scheduler in self._made.items():
-            # torch warns of a first scheduler step without an update. Here, that update was skipped.
+            # torch warns if a scheduler's first step comes before an update. Here, that update was skipped on purpose.
             scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
             try:
                 scheduler.step()
@@ -55,13 +55,13 @@ class Schedulers:
 
 
 class Optimizers:
-    """One or several optimizers over disjoint parameters of a model.
+    """One or several optimizers for disjoint parameters of a model.
 
     Args:
         model: the model, wrapped for training.
-        made: optimizers by name; a single optimizer is called `SINGLE`.
-        schedulers: one scheduler for each optimizer, by the same names.
-        scaler: multiplies losses so that float16 gradients do not vanish; None if not needed.
+        made: optimizers by name. The name of a single optimizer is `SINGLE`.
+        schedulers: a scheduler for each optimizer, under the same names.
+        scaler: multiplies losses so that float16 gradients do not underflow. None if not needed.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Optimizers:
         self._made = dict(made)
         self.schedulers = Schedulers(schedulers)
         self.scaler = scaler
-        # In the order of the model: norms of gradients are added in this order.
+        # In the order of the model, because norms of gradients are added in this order.
         self._parameters = {name: _parameters(model, optimizer) for name, optimizer in self._made.items()}
         self._unscaled: set[str] = set()
         # The initial options, before anything is restored. See `restart`.
@@ -98,13 +98,13 @@ class Optimizers:
         return self._parameters[name]
 
     def lr(self, name: str | None = None) -> float:
-        """Return the present learning rate of an optimizer's first group; by default of the first optimizer."""
+        """Return the present learning rate of an optimizer's first group. The default is the first optimizer."""
         return float(self._made[self.names[0] if name is None else name].param_groups[0]["lr"])
 
     # A training step
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call backward on: `loss`, multiplied by the scale if gradients are scaled."""
+        """Return the loss for the backward pass: `loss`, multiplied by the scale if gradients are scaled."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def apply(
@@ -116,14 +116,14 @@ class Optimizers:
         waiting: bool = False,
         factor: float = 1.0,
     ) -> tuple[float, bool]:
-        """Update the parameters of one optimizer if its gradients are finite, and drop the gradients.
+        """Update the parameters of an optimizer if its gradients are finite, then discard the gradients.
 
         Args:
             name: name of the optimizer.
-            clip_norm: clip the norm of its gradients to this value.
-            allowed: False drops the gradients without an update, for example because the loss is not finite.
-            waiting: True if scaled gradients of a later update are stored outside of the parameters.
-            factor: factor on the gradients before clipping.
+            clip_norm: clip the norm of the gradients to this value.
+            allowed: if False, discard the gradients without an update, e.g. because the loss is not finite.
+            waiting: True if scaled gradients for a later update are stored outside of the parameters.
+            factor: multiplies the gradients before clipping.
 
         Returns:
             The 2-norm of the gradients before clipping, without the scale, and whether the update was applied.
@@ -150,13 +150,13 @@ class Optimizers:
     def _unscale(self, scaler: torch.amp.GradScaler, name: str) -> None:
         if not any(parameter.grad is not None for parameter in self._parameters[name]):
             return
-        if name in self._unscaled:  # a second update, while another optimizer's gradients wait at this scale
+        if name in self._unscaled:  # a second update while gradients of a different optimizer still have this scale
             scaler._per_optimizer_states.pop(id(self._made[name]), None)
         scaler.unscale_(self._made[name])
         self._unscaled.add(name)
 
     def _update_scale(self, scaler: torch.amp.GradScaler, waiting: bool) -> None:
-        """Lower the scale after an overflow, or raise it now and then, unless scaled gradients wait to be used."""
+        """Lower the scale after an overflow, or raise it periodically, unless scaled gradients are still to be used."""
         waiting = waiting or any(p.grad is not None for parameters in self._parameters.values() for p in parameters)
         if self._unscaled and not waiting:
             scaler.update()
@@ -165,7 +165,7 @@ class Optimizers:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entries of the train state: schedulers and scaler. The optimizers are in the checkpoint itself."""
+        """Return the train state's entries for schedulers and scaler. A checkpoint saves the optimizers separately."""
         scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
         return {"schedulers": self.schedulers.state_dict(), **scaler}
 
@@ -184,11 +184,11 @@ class Optimizers:
             self.scaler.load_state_dict(state["scaler"])
 
     def restart(self, state: Mapping[str, Any], step: int) -> None:
-        """Apply the options and schedules of this config to optimizers restored from another config.
+        """Apply the options and schedules of this config to optimizers restored from a different config.
 
         Args:
-            state: `state_dict` of the other config's optimizers; only its scaler is used.
-            step: number of complete steps by which to advance the schedules.
+            state: `state_dict` of the optimizers with the other config. Only its scaler state is used.
+            step: number of completed steps, to which the schedules are advanced.
 
         Raises:
             MismatchError: only one of the two configs scales gradients.
@@ -202,7 +202,7 @@ class Optimizers:
 
     @property
     def class_name(self) -> str:
-        """Return the class name of a single optimizer, or names and classes of several."""
+        """Return the class name of a single optimizer, or the names and class names of several."""
         classes = {name: type(optimizer).__name__ for name, optimizer in self._made.items()}
         if self.names == (SINGLE,):
             return classes[SINGLE]
@@ -210,19 +210,19 @@ class Optimizers:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Return the groups of all optimizers, in their order."""
+        """Return the parameter groups of all optimizers, in the order of the optimizers."""
         return [group for optimizer in self._made.values() for group in optimizer.param_groups]
 
     @property
     def state(self) -> MutableMapping[torch.Tensor, Any]:
-        """Return the states of all parameters, over all optimizers."""
+        """Return the states of all parameters of all optimizers."""
         if len(self._made) == 1:
             return next(iter(self._made.values())).state
         return _JoinedState(list(self._made.values()))
 
 
 class _JoinedState(MutableMapping[torch.Tensor, Any]):
-    """The states of several optimizers as one mapping."""
+    """The states of several optimizers, joined into a single mapping."""
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
         self._states = [optimizer.state for optimizer in optimizers]

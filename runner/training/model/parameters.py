@@ -1,6 +1,6 @@
-"""Assign parameters to optimizers and groups by patterns on their names, and freeze parameters.
+"""Assign parameters to optimizers and groups using name patterns, and freeze parameters.
 
-Parameters have the same names as in a checkpoint (`runner.checkpoint.tensors.staging.plain_name`), with and without
+Parameters have the same names as in a checkpoint (`runner.checkpoint.tensors.staging.plain_name`), regardless of
 wrappers.
 """
 
@@ -26,7 +26,7 @@ _MAX_NAMED = 3
 
 @dataclass(frozen=True)
 class Group:
-    """One entry of an optimizer's `groups`.
+    """An entry of an optimizer's `groups`.
 
     Attributes:
         key: key of the group in the config.
@@ -42,7 +42,7 @@ class Group:
 
     @staticmethod
     def all_of(key: str, node: Mapping[str, Any]) -> list[Group]:
-        """Return the groups of the optimizer at the config's `key`. The config has checked them."""
+        """Return the groups of the optimizer at the config's `key`. They were checked when the config was loaded."""
         return [
             Group(
                 f"{key}.groups.{number}",
@@ -55,7 +55,7 @@ class Group:
 
 
 def named_parameters(model: nn.Module) -> Parameters:
-    """Return all parameters of a model by plain name, frozen ones too, in the order of the model."""
+    """Return all parameters of a model, including frozen ones, by plain name, in the order of the model."""
     return {plain_name(name): parameter for name, parameter in bare(model).named_parameters()}
 
 
@@ -63,7 +63,7 @@ def owned(several: Mapping[str, Mapping[str, Any]], parameters: Parameters) -> d
     """Return the parameters of each of several optimizers.
 
     Raises:
-        UserError: a pattern matches nothing, or a trainable parameter belongs to no optimizer or to two.
+        UserError: a pattern matches no parameter, or a trainable parameter belongs to no optimizer or to more than one.
     """
     owner: dict[str, str] = {}
     for name, node in several.items():
@@ -95,10 +95,10 @@ def owned(several: Mapping[str, Mapping[str, Any]], parameters: Parameters) -> d
 
 
 def freeze(model: nn.Module, optimizer: dict[str, Any], several: Mapping[str, Any]) -> None:
-    """Freeze the parameters of groups with `freeze`. Call this before the model is wrapped.
+    """Freeze the parameters of groups that set `freeze`. Call this before wrapping the model.
 
     Raises:
-        UserError: a pattern matches no parameter, or only parameters of earlier groups.
+        UserError: a pattern matches no parameter, or only parameters that belong to earlier groups.
     """
     parameters = named_parameters(model)
     parts = owned(several, parameters) if several else dict.fromkeys(optimizer_nodes(optimizer, several), parameters)
@@ -111,10 +111,10 @@ def freeze(model: nn.Module, optimizer: dict[str, Any], several: Mapping[str, An
 
 
 def assigned(groups: Sequence[Group], parameters: Collection[str]) -> list[list[str]]:
-    """Return the parameter names of each group. The first group that matches a parameter gets it.
+    """Return the parameter names of each group. A parameter belongs to the first group that matches it.
 
     Raises:
-        UserError: a pattern matches no parameter, or only parameters of earlier groups.
+        UserError: a pattern matches no parameter, or only parameters that belong to earlier groups.
     """
     found: list[list[str]] = []
     taken: dict[str, Group] = {}
@@ -136,14 +136,15 @@ def assigned(groups: Sequence[Group], parameters: Collection[str]) -> list[list[
 def param_groups(
     key: str, model: nn.Module, members: Parameters, groups: Sequence[Group], decay: float | None
 ) -> list[Any]:
-    """Return an optimizer's parameter groups: the parameters that no group matches, then the groups.
+    """Return an optimizer's parameter groups. The first one has the parameters that no configured group matches.
 
     Args:
         key: key of the optimizer in the config.
         model: the model.
         members: the optimizer's parameters.
-        groups: the groups, in the order of the config.
-        decay: weight decay of matrices only, if a group does not set its own; None treats all parameters alike.
+        groups: the configured groups, in the order of the config.
+        decay: weight decay that is applied only to matrices, unless a group sets a value. If None, all parameters are
+            treated alike.
 
     Raises:
         UserError: a pattern has no effect, or there is nothing to train.
@@ -176,16 +177,18 @@ def decay_groups(
 ) -> list[dict[str, Any]]:
     """Return parameter groups with weight decay for matrices only, not for biases, norms and embeddings.
 
-    Decay is meant for weights whose scale hardly affects the loss. Pulling norms and biases to 0 changes the function.
-    An embedding would decay in every step, but learn only in the steps in which its token occurs.
+    Decay is meant for weights whose scale hardly affects the loss. Decaying norms and biases towards 0 changes the
+    model's function. An embedding would decay in every step, but would be trained only in steps in which its token
+    occurs.
 
     Args:
-        model: the model. Only parameters that require a gradient are included. A tied embedding counts as an embedding.
-        weight_decay: weight decay of the matrices, 0 or more.
-        among: include only these parameters; None for all.
+        model: the model. Only parameters that require a gradient are included. A tied embedding is treated as an
+            embedding.
+        weight_decay: weight decay for matrices, at least 0.
+        among: include only these parameters. If None, all parameters are included.
 
     Raises:
-        UserError: a negative weight_decay, or nothing to train.
+        UserError: `weight_decay` is negative, or there is nothing to train.
     """
     if not weight_decay >= 0:
         raise UserError(f"optimizer.weight_decay={weight_decay} must be 0 or more")
@@ -200,10 +203,10 @@ def decay_groups(
 
 
 def check_options(groups: Sequence[Group], optimizer: Optimizer) -> None:
-    """Check that `optimizer`, which ignores unknown options, has the options of its groups.
+    """Check that `optimizer` has the options that its groups set, because optimizers ignore unknown options.
 
     Raises:
-        UserError: a group has an unknown option; the message names the known ones.
+        UserError: a group has an unknown option. The message lists the known options.
     """
     known = list(optimizer.defaults)
     for group in groups:
@@ -216,7 +219,7 @@ def check_options(groups: Sequence[Group], optimizer: Optimizer) -> None:
 
 
 def with_tuples(options: dict[str, Any]) -> dict[str, Any]:
-    """Return `options` with `betas` as a tuple of floats, because torch refuses integers among them."""
+    """Return `options` with `betas` as a tuple of floats, because torch does not accept integer betas."""
     betas = options.get("betas")
     return {**options, "betas": tuple(float(beta) for beta in betas)} if isinstance(betas, list) else options
 

@@ -1,4 +1,4 @@
-"""Create the learning-rate scheduler of an optimizer: a shipped schedule, your function, or a torch class."""
+"""Create the learning-rate scheduler of an optimizer: a built-in schedule, a user's function, or a torch class."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from runner.errors import TrainingError, UserError
 
 
 class LearningRateScheduler(LambdaLR):
-    """A LambdaLR whose learning rate is a pure function of its step index, also right after a resume.
+    """A LambdaLR whose learning rate is a pure function of its step index, even directly after a resume.
 
-    `load_state_dict` sets the learning rate by the *current* factor, so a run that is resumed with a longer schedule
-    follows that schedule from its first step. The state contains only numbers (not the factor), so it loads with
+    `load_state_dict` sets the learning rate with the *current* factor. So a run that resumes with a longer schedule
+    follows the new schedule from its first step. The state contains only numbers (not the factor), so it loads with
     weights_only=True.
 
     Args:
-        optimizer: the optimizer; its groups' `lr` are the base learning rates.
-        factor: maps the step index (complete steps, from 0) to a factor. See
+        optimizer: the optimizer. The `lr` of its groups are the base learning rates.
+        factor: function that maps the step index (completed steps, from 0) to a factor. See
             `runner.config.schedule.learning_rate_factor`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]) -> None:
-        def plain(step: int) -> float:  # LambdaLR would save the attributes of a callable object
+        def plain(step: int) -> float:  # a function, because LambdaLR saves the attributes of callable objects
             return float(factor(step))
 
         super().__init__(optimizer, plain)
 
     def step(self, epoch: int | None = None) -> None:
-        """Advance to the next step index, or to `epoch`. Steps with a skipped update count as well."""
+        """Advance to the next step index, or to `epoch`. Call this even after a skipped update."""
         self._step_count += 1
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         self._apply()
@@ -67,18 +67,19 @@ class LearningRateScheduler(LambdaLR):
 def make_scheduler(
     key: str, options: SchedulerConfig, optimizer: Optimizer, steps: int, phases: PhaseSchedule
 ) -> LRScheduler:
-    """Create the scheduler that the config's `key` describes.
+    """Create the scheduler that the config describes at `key`.
 
     Args:
         key: key in the config, for messages.
-        options: a shipped schedule, or `_target_`: a function (step, **options) -> factor of the base learning rate, a
-            class whose instances are such functions, or a class of torch.optim.lr_scheduler.
-        optimizer: the optimizer; its groups have the base learning rates.
+        options: a built-in schedule, or a `_target_`. A target is a function (step, **options) that returns a factor of
+            the base learning rate, a class whose instances are such functions, or a class of torch.optim.lr_scheduler.
+        optimizer: the optimizer. The `lr` of its groups are the base learning rates.
         steps: length of the run.
-        phases: the phases; their lr_scale multiplies the factor.
+        phases: the phases. Their `lr_scale` multiplies the factor.
 
     Raises:
-        UserError: the target cannot be used, refuses its options, or sets the learning rate while a phase does so too.
+        UserError: the target cannot be used, does not accept its options, or sets the learning rate although a phase
+            scales it.
     """
     if options.target is None:
         return LearningRateScheduler(optimizer, learning_rate_factor(learning_rate(options, steps), phases))
@@ -119,7 +120,7 @@ def _called(key: str, target: str, made: partial[Any], *arguments: Any) -> Any:
 
 
 def _checked(key: str, target: str, function: Callable[[int], Any]) -> Callable[[int], float]:
-    """Return `function` with a check of its values."""
+    """Wrap `function` with a check of the values that it returns."""
     bare = function if isinstance(function, partial) else partial(function)
     try:
         inspect.signature(bare.func).bind(*bare.args, 0, **bare.keywords)

@@ -1,4 +1,4 @@
-"""Start warm: fill a new run's model with weights of another run or a file (`init_from`)."""
+"""Warm-start a new run's model with weights from a different run or a file (`init_from`)."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from runner.rundir.trunk import find
 from runner.system import files
 from runner.system.distributed import World
 
-SHOWN = 8  # names of a table that are listed
+SHOWN = 8  # maximum number of names listed per table entry
 ABSENT = "not in the model"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Weights by name, and their origin.
+    """Weights by name, and the place where they come from.
 
     Attributes:
-        text: description for messages.
+        text: description of the source, for messages.
         digest: SHA-256 of the file, or of the checkpoint's manifest.
-        step: step of the checkpoint; None for a file.
+        step: step of the checkpoint, or None for a file.
     """
 
     text: str
@@ -45,17 +45,17 @@ class Source:
     weights: Mapping[str, torch.Tensor]
 
     def record(self) -> dict[str, Any]:
-        """Return the entry by which a later attempt recognizes these weights."""
+        """Return the record that lets a later attempt check that it uses the same weights."""
         return {"source": self.text, "digest": self.digest, "step": self.step}
 
 
 def starts_warm(config: Config) -> bool:
-    """Check whether a new run begins with the weights of another; a branch begins with its trunk's weights."""
+    """Check whether a new run begins with weights from `init_from`. A branch begins with its trunk's weights."""
     return config.fork.run is None and (config.init_from.path is not None or config.init_from.run is not None)
 
 
 def start_warm(model: nn.Module, config: Config, run: RunDir, world: World) -> None:
-    """Fill a new run's model with its initial weights, after a kill with the same ones."""
+    """Load the initial weights of a new run into its model. After a kill, load the same weights again."""
     if not starts_warm(config) or newest_step(run):
         return
     options, opened = config.init_from, list[Source]()
@@ -64,7 +64,7 @@ def start_warm(model: nn.Module, config: Config, run: RunDir, world: World) -> N
         opened.append(open_source(options, run, files.read_object(run.init)))
         return opened[0].record()
 
-    # On rank 0 first: another checkpoint may be the newest or the best by the time another rank looks.
+    # Rank 0 chooses for all ranks, because the newest or best checkpoint may change before the other ranks choose.
     chosen = world.run_on_main(choose)
 
     def load() -> Table:
@@ -79,12 +79,12 @@ def start_warm(model: nn.Module, config: Config, run: RunDir, world: World) -> N
 
 
 def open_source(options: InitConfig, run: RunDir, recorded: Mapping[str, Any]) -> Source:
-    """Open the weights that `init_from` names. If a run has averaged weights, these are used, as in an evaluation.
+    """Open the weights that `init_from` names. If the source run has averaged weights, they are used.
 
     Args:
-        options: a path, or a run and the choice of its checkpoint.
+        options: the path of a file, or a run and the checkpoint to choose.
         run: the run that begins with the weights.
-        recorded: `Source.record` of an earlier attempt; empty at the first attempt.
+        recorded: `Source.record` of an earlier attempt; empty for the first attempt.
 
     Raises:
         UserError: there are no such weights, or they differ from the weights of the earlier attempt.
@@ -107,7 +107,7 @@ def _of_run(run: RunDir, at: str, recorded: Mapping[str, Any]) -> Source:
         raise UserError(f"init_from: the run {run.path} is gone: put it back, beside this run for example")
     step = recorded.get("step")
     try:
-        # By now, another checkpoint may be the best.
+        # A different checkpoint may be the best by now.
         chosen = choice.choose(store_of(run), at if step is None else str(step))
     except UserError as error:
         began = "" if step is None else f"this run began with step {step}, whose checkpoint is needed again: "
@@ -124,16 +124,16 @@ def _of_file(path: Path) -> Source:
     from safetensors.torch import load_file
 
     try:
-        with files.open_regular(path, follow=True) as file:  # models from a hub are links into a cache
+        with files.open_regular(path, follow=True) as file:  # models downloaded from a hub are links into a cache
             digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-            weights = load_file(path)  # opens it once more
+            weights = load_file(path)  # opens the file again
             read, mapped = files.stat_fd(file.fileno()), files.stat(path)
         if (read.st_dev, read.st_ino, read.st_mtime_ns) != (mapped.st_dev, mapped.st_ino, mapped.st_mtime_ns):
             raise UserError(f"init_from={path} was replaced while it was read: rerun the command")
         return Source(str(path), digest, None, weights)
     except OSError as error:
         raise UserError(f"init_from={path} cannot be read ({error.strerror or error})") from error
-    except (SafetensorError, KeyError, ValueError) as error:  # KeyError: a dtype that torch lacks
+    except (SafetensorError, KeyError, ValueError) as error:  # KeyError: torch does not have the dtype
         raise UserError(f"init_from={path} is not a safetensors file ({error}): write one with safetensors") from None
 
 
@@ -143,11 +143,11 @@ class Table:
 
     Attributes:
         loaded: copied weights.
-        converted: copied weights of another dtype, as (before, now).
-        reshaped: weights copied into another shape with as many values, as (before, now).
-        initial: weights that keep their initial values, because the source lacks them or has another shape; with the
-            reason.
-        left_out: weights of the source that are not in the model or not matched, with the reason.
+        converted: copied weights whose dtype was converted, as (before, now).
+        reshaped: copied weights whose shape was changed, with the same number of values, as (before, now).
+        initial: weights that keep their initial values, with the reason: the source does not have them or has a
+            different shape.
+        left_out: weights of the source that were not used, with the reason.
     """
 
     loaded: list[str] = field(default_factory=list)
@@ -176,10 +176,10 @@ def fill_model(module: nn.Module, source: Source, options: InitConfig) -> Table:
     Args:
         module: the model.
         source: the weights.
-        options: which weights to copy, and whether all must fit.
+        options: which weights to copy, and whether all of them must match.
 
     Raises:
-        UserError: no weight fits, or some do not and `init_from.strict` is true.
+        UserError: no weight matches, or some do not match and `init_from.strict` is true.
     """
     target = model_state(module)[0]
     matched = {name for name in source.weights if _matches(name, options.match)}
@@ -218,7 +218,7 @@ def _copy_weight(name: str, source: Source, tensor: torch.Tensor, strict: bool, 
 
 
 def _count_tied(target: Mapping[str, torch.Tensor], table: Table) -> None:
-    """Count a weight with several names as loaded if one of the names is; files hold it once."""
+    """Mark a weight with several names as loaded if one of the names was loaded, because files store it once."""
     loaded = {_place(target[name]) for name in (*table.loaded, *table.reshaped)}
     for name in [name for name in table.initial if target[name].numel() and _place(target[name]) in loaded]:
         del table.initial[name]

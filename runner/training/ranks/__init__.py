@@ -1,1 +1,1 @@
-"""Connect the ranks of a run: what they exchange, and how they notice that a rank fails or hangs."""
+"""Exchange data between the ranks of a run, and detect ranks that fail or hang."""

@@ -1,8 +1,8 @@
-"""Add up one optimizer's gradients over the micro-batches of a step and over the ranks, in the order of a tree.
+"""Sum one optimizer's gradients over the micro-batches of a step and over the ranks, in the order of a tree.
 
 As soon as the backward pass has computed the gradients of a group of parameters, they are added to the sums, while they
-are in the processor's cache. In a rank's last micro-batch, the sums of a bucket of several groups are also sent to the
-other ranks, while the backward pass computes the next gradients.
+are still in the processor's cache. In a rank's last micro-batch, the sums of a bucket of several groups are also sent
+to the other ranks while the backward pass continues.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from runner.training.ranks.parallel import alike, packed
 from runner.training.ranks.tree import Node, TreeSum
 
 GROUP = 1 << 18
-"""Elements of a group, which fit in a processor's cache. A larger parameter forms its own group."""
+"""Maximum number of elements of a group, which fit in a processor's cache. A larger parameter is a separate group."""
 BUCKET = 1 << 23
-"""Elements of a bucket, unless a group has more. With smaller buckets, the sends cost more time than an earlier begin
-saves."""
+"""Maximum number of elements of a bucket, unless a single group has more. With smaller buckets, the additional sends
+cost more time than starting earlier saves."""
 IN_FLIGHT = 3
-"""Buckets whose exchange is in progress."""
+"""Maximum number of buckets whose exchange is in progress."""
 
 AT_ONCE = 1 << 20
-"""The largest size, in elements over all nodes, of a bucket that every rank adds up as a whole. A larger bucket is
-added up as a whole only if that sends no more."""
+"""Maximum size, in elements over all nodes, of a bucket that every rank sums completely. A larger bucket is summed
+completely only if this does not increase the traffic."""
 
 Gradients = list[torch.Tensor | None]
 
 
 class _Group:
-    """Parameters whose gradients are added up together.
+    """Parameters whose gradients are summed together.
 
     Args:
         parameters: parameters of one dtype, on one device.
         trained: True if they require gradients when training begins.
 
     Attributes:
-        passes: the sums of this rank, one per pass over the micro-batches.
-        pushed: True if the sums include the present micro-batch.
+        passes: the sums on this rank, one per pass over the micro-batches.
+        pushed: True if the sums already include the current micro-batch.
     """
 
     def __init__(self, parameters: list[torch.Tensor], trained: bool) -> None:
@@ -69,9 +69,9 @@ class _Bucket:
 
     Attributes:
         trained: True if its parameters require gradients when training begins.
-        rows: the gradients of this rank, one row per tree node. The first row, which always exists, receives the sum of
-            all ranks. A row ends with one mark per parameter: 1 if the parameter has a gradient, which may be 0, and 0
-            if it has none.
+        rows: the gradients of this rank, one row per tree node. The first row, which always exists, receives the sum
+            over all ranks. A row ends with one mark per parameter: 1 if the parameter has a gradient (which may be 0),
+            otherwise 0.
     """
 
     def __init__(self, groups: Sequence[_Group], tag: int) -> None:
@@ -80,12 +80,12 @@ class _Bucket:
         self.trained = groups[0].trained
         self.rows = groups[0].parameters[0].new_empty(0, 0)
         self._places: dict[_Group, list[tuple[list[torch.Tensor], torch.Tensor]]] = {}
-        self._laid_out: dict[_Group, int] = {}  # rows
+        self._laid_out: dict[_Group, int] = {}  # number of rows filled so far
 
     def reserve(self, nodes: int, ranks: int) -> None:
         """Allocate zeroed rows for `nodes`, with a width that is a multiple of `ranks`.
 
-        The rows are kept from step to step, because the system clears memory each time it is allocated.
+        The rows are reused in every step, because the operating system clears newly allocated memory.
         """
         if len(self.rows) == max(nodes, 1):
             return
@@ -102,7 +102,7 @@ class _Bucket:
                 at += sum(sizes)
 
     def lay_out(self, group: _Group, number: int, nodes: Sequence[Node]) -> None:
-        """Copy a group's sums of pass `number` into the rows, for the complete nodes that are not there yet."""
+        """Copy a group's sums of pass `number` to the rows, for complete nodes that are not in the rows yet."""
         tree = group.passes[number]
         while (at := self._laid_out.get(group, 0)) < len(tree.nodes) and tree.nodes[at] == nodes[at]:
             self._laid_out[group] = at + 1
@@ -114,13 +114,13 @@ class _Bucket:
                 if gradient is None:
                     view.zero_()
                     marks[place] = 0
-            if at:  # the tensors of the first node are reused
+            if at:  # the first node's tensors are reused
                 tree.replace(at, None)
 
     def found(self, number: int) -> Iterator[Gradients]:
         """Yield each group's all-rank gradient sums, written into this rank's gradient tensors."""
         self._laid_out.clear()
-        marks = iter(torch.cat([self._places[group][0][1] for group in self.groups]).tolist())  # one wait for a device
+        marks = iter(torch.cat([self._places[group][0][1] for group in self.groups]).tolist())  # wait only once
         for group in self.groups:
             (views, _), *_ = self._places[group]
             own = next(iter(group.passes[number].values), None) or [None] * len(views)
@@ -133,16 +133,16 @@ class _Bucket:
 
 
 class GradientSum:
-    """Add up the gradients of `parameters` over the micro-batches of a step, which are the leaves of a tree.
+    """Sum the gradients of `parameters` over the micro-batches of a step, which are the leaves of a tree.
 
     Args:
         parameters: parameters of one optimizer.
         leaves: number of leaves.
-        nodes: for each rank, the nodes that it can add up alone.
+        nodes: for each rank, the nodes that it can sum without other ranks.
         world: the ranks.
         tags: numbers for messages, drawn by all ranks in the same order.
         early: True if a gradient is complete once the backward pass has computed it, and if no other sum is exchanged
-            before this one. Then a bucket may be sent before the others are complete.
+            before this one. Then a bucket may be sent before the remaining buckets are complete.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class GradientSum:
                     _Bucket(bucket, next(tags)) for bucket in packed(groups, BUCKET, lambda group: group.size)
                 ]
         self._bucket_of = {group: bucket for bucket in self._buckets for group in bucket.groups}
-        self._leaf: int | None = None  # of the present micro-batch
+        self._leaf: int | None = None  # number of the current micro-batch
         self._passes = 0
         self._begun: deque[Iterator[None]] = deque()
         self._next = 0  # index of the bucket whose exchange begins next
@@ -185,13 +185,13 @@ class GradientSum:
             group.passes.clear()
 
     def begin_pass(self) -> None:
-        """Begin a sum over all micro-batches; this rank adds its micro-batches in order."""
+        """Begin a sum over all micro-batches. This rank adds its micro-batches in order."""
         self._passes += 1
         for group in self._groups:
             group.passes.append(TreeSum(self._leaves, _add))
 
     def begin_micro_batch(self, leaf: int) -> None:
-        """Begin micro-batch `leaf`, before its gradients are computed."""
+        """Begin micro-batch `leaf`. Call this before its gradients are computed."""
         self._leaf = leaf
         for group in self._groups:
             group.pushed = False
@@ -200,7 +200,7 @@ class GradientSum:
         """Move the gradients of a micro-batch from the parameters into the sums.
 
         Raises:
-            UserError: a part of a gradient came after the gradient had been added.
+            UserError: a part of a gradient was computed after the gradient had been added to the sum.
         """
         for group in self._groups:
             if not group.pushed:
@@ -216,10 +216,10 @@ class GradientSum:
         self._leaf = None
 
     def end_pass(self) -> None:
-        """End the sum of a pass, before the ranks exchange anything else.
+        """End the sum of a pass. Call this before the ranks exchange anything else.
 
-        Another rank may wait in its backward pass for a bucket of this rank. So this begins the exchange of all
-        remaining buckets of trained parameters, also on a rank without micro-batches.
+        A different rank may be waiting in its backward pass for a bucket from this rank. So this begins the exchange of
+        all remaining buckets of trained parameters, even on a rank without micro-batches.
         """
         while self._sends_early and self._next < len(self._buckets) and self._buckets[self._next].trained:
             self._begin_exchange(0)
@@ -229,13 +229,13 @@ class GradientSum:
         return self._early and not self._first_step and self._world.size > 1
 
     def end_first_step(self) -> None:
-        """Take and send gradients as they arrive, from the second step on."""
+        """From the second step on, take and send gradients as soon as they are computed."""
         self._first_step = False
         if self._arrivals is not None:
             self._arrivals.settle()
 
     def whole(self) -> bool:
-        """Check that all micro-batches of this rank were made, and all its gradients taken in them."""
+        """Check that this rank computed all its micro-batches, and that all gradients were added to the sums."""
         return all(
             all(tree.nodes == self._own for tree in group.passes)
             and all(parameter.grad is None for parameter in group.parameters)
@@ -243,14 +243,14 @@ class GradientSum:
         )
 
     def holds_gradients(self) -> bool:
-        """Check whether this rank has gradients that are in no all-rank sum yet."""
+        """Check whether this rank has gradients that are not in an all-rank sum yet."""
         return any(_holds(tree) for group in self._groups for tree in group.passes)
 
     def give_back(self) -> None:
         """Set each parameter's gradient to the sum over all ranks, micro-batches and passes.
 
         Raises:
-            PeerError: another rank has ended or does not answer.
+            PeerError: a different rank has ended or does not answer.
         """
         total: list[Gradients] | None = None
         for number in range(self._passes):
@@ -269,7 +269,7 @@ class GradientSum:
         self._push(group)
 
     def _push(self, group: _Group) -> None:
-        """Add the gradients of the present micro-batch, and send complete sums."""
+        """Add the gradients of the current micro-batch, and send complete sums."""
         assert self._leaf is not None
         group.push(self._leaf)
         if self._sends_early and group.trained:
@@ -280,7 +280,7 @@ class GradientSum:
                 self._begin_exchange(0)
 
     def _is_complete(self, group: _Group) -> bool:
-        """Check that a group is trained and has the gradients of all micro-batches of this rank."""
+        """Check that a group is trained and has the gradients of all micro-batches on this rank."""
         return group.trained and group.passes[0].nodes == self._own
 
     def _of_all_ranks(self, number: int) -> list[Gradients]:
@@ -289,7 +289,7 @@ class GradientSum:
             sums = ((group, group.passes[number].total()) for group in self._groups)
             return [gradients or [None] * len(group.parameters) for group, gradients in sums]
         exchanged = [bucket.trained for bucket in self._buckets]
-        if not all(exchanged):  # frozen parameters may train later, or in a part of the step
+        if not all(exchanged):  # frozen parameters may be trained later, or in a part of the step
             held = [any(_holds(group.passes[number]) for group in bucket.groups) for bucket in self._buckets]
             anywhere = self._world.sum(torch.tensor(held, dtype=torch.int32)).tolist()
             exchanged = [bool(one or other) for one, other in zip(exchanged, anywhere, strict=True)]
@@ -320,16 +320,16 @@ class GradientSum:
             self._advance()
 
     def _advance(self) -> None:
-        """Continue the oldest exchange. If it is not over, it becomes the last of the queue."""
+        """Continue the oldest exchange. If it is not complete, append it to the end of the queue."""
         exchange = self._begun.popleft()
         if next(exchange, True) is None:
             self._begun.append(exchange)
 
     def _exchange(self, bucket: _Bucket) -> Iterator[None]:
-        """Add up the rows of a bucket over all ranks, into the first row. Yield to wait.
+        """Sum the rows of a bucket over all ranks into the first row. Each `yield` is a point at which to wait.
 
-        Each rank adds up one slice, then sends the sum to all. A small bucket is instead added up as a whole by every
-        rank, which saves the second exchange. So is a bucket with no more traffic in this way.
+        Usually, each rank sums one slice, then sends the sum to all ranks. A small bucket is summed completely on every
+        rank instead, which saves the second exchange. So is a bucket for which this does not increase the traffic.
         """
         rank, size = self._world.rank, self._world.size
         rows = bucket.rows.view(len(bucket.rows), size, -1)
@@ -371,14 +371,14 @@ class GradientSum:
 
 
 class _Arrivals:
-    """Report when the backward pass has computed all gradients of a group.
+    """Call a function when the backward pass has computed all gradients of a group.
 
-    The first step shows which gradient of a group comes last, and which groups have a gradient that comes in several
-    parts. Those groups are never reported.
+    The first step shows which gradient of a group is computed last, and which groups have a gradient that is computed
+    in several parts. The latter groups are never reported.
 
     Args:
         groups: groups to report.
-        arrived: called with a group when its gradients are complete.
+        arrived: function called with a group when its gradients are complete.
     """
 
     def __init__(self, groups: Sequence[_Group], arrived: Callable[[_Group], None]) -> None:
@@ -406,7 +406,7 @@ class _Arrivals:
         self._seen.clear()
 
     def settle(self) -> None:
-        """End the first step: from now on, hook only the last gradient of each group."""
+        """End the first step. From now on, hook only the last gradient of each group."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
@@ -417,12 +417,12 @@ class _Arrivals:
 
 
 def _hooked(parameter: Any, hook: Callable[[torch.Tensor], None]) -> Any:
-    """Call `hook` whenever a gradient was added to `parameter.grad`; return the handle of the hook."""
+    """Call `hook` whenever a gradient is added to `parameter.grad`. Return the hook's handle."""
     return parameter.register_post_accumulate_grad_hook(hook)
 
 
 def _taken(parameters: Sequence[torch.Tensor]) -> Gradients | None:
-    """Take the gradients of a micro-batch from the parameters. Return None if no parameter has one."""
+    """Take the gradients of a micro-batch from the parameters. Return None if no parameter has a gradient."""
     gradients = [parameter.grad for parameter in parameters]
     if all(gradient is None for gradient in gradients):
         return None
@@ -432,7 +432,7 @@ def _taken(parameters: Sequence[torch.Tensor]) -> Gradients | None:
 
 
 def _add(left: Gradients | None, right: Gradients | None) -> Gradients | None:
-    """Add two lists of gradients in place. A missing gradient counts as 0, as in an exchange."""
+    """Add two lists of gradients in place. A missing gradient is treated as 0, as in an exchange."""
     if left is None or right is None:
         found = right if left is None else left
         if found is not None and (present := [gradient for gradient in found if gradient is not None]):
@@ -454,11 +454,11 @@ def _holds(tree: TreeSum[Gradients | None]) -> bool:
 
 
 def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second tensor of each pair into the first."""
+    """Copy the second tensor of each pair to the first."""
     if pairs:
         torch._foreach_copy_([into for into, _ in pairs], [values for _, values in pairs])
 
 
 def _fits(gradient: torch.Tensor | None, parameter: torch.Tensor) -> bool:
-    """Check that a gradient has the strides of its parameter, on which a norm depends."""
+    """Check that a gradient has the strides of its parameter, because norms depend on the strides."""
     return gradient is not None and gradient.stride() == parameter.stride()

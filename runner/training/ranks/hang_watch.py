@@ -1,16 +1,16 @@
-"""Notice that training makes no more steps, and find out what all ranks are doing.
+"""Detect that training makes no progress, and find out what all ranks are doing.
 
-A main thread may be stuck while its process lives: in a file system, a worker of a loader, a collective that another
-rank does not join, or an endless loop of a user's code. So a thread of each rank watches the steps, also with one rank.
-Some activities may take any time: see `STEP_PHASES`. The activities of other ranks count as well, because this rank
-waits for them. While another rank gives no sign of life, `PeerWatch` decides.
+The main thread of a live process may be stuck: in a file system, a loader worker, a collective that a different rank
+does not join, or an infinite loop of a user's code. So a thread on each rank watches the steps, even with a single
+rank. Some activities may take any time; see `STEP_PHASES`. The activities of other ranks are considered too, because
+this rank waits for them. While a rank sends no heartbeat, only `PeerWatch` decides.
 
-The rank that notices first reports the hang in its next sign of life. The others then put their stacks into the job's
-key-value store. Rank 0, which has the attempt log, collects them there.
+The first rank that detects a hang reports it in its next heartbeat. The other ranks then put their stack traces into
+the job's key-value store. Rank 0, which has the attempt log, collects them from the store.
 
-Time in which this process did not run, because it was stopped or its machine was suspended, does not count. Code that
-keeps the interpreter's lock stops the watching thread as well. With several ranks, `PeerWatch` notices this. With one
-rank, it goes unnoticed.
+Time in which this process was stopped or its machine was suspended is not counted. Code that holds the interpreter lock
+(GIL) also blocks the watch thread. With several ranks, `PeerWatch` detects this. With a single rank, it is not
+detected.
 """
 
 from __future__ import annotations
@@ -31,32 +31,34 @@ from runner.training.ranks.peer_watch import PeerWatch
 from runner.training.ranks.peers import LEAVE_S, leave_stacks, left_stacks
 
 STEP_PHASES = {"steps": "in a step", "data_wait": "waiting for data"}
-"""The activities (see `runner.rundir.time_account`) in which a step must be completed in time. The other activities are
-an evaluation, a save, and the work before the first step and after the last step."""
+"""The activities (see `runner.rundir.time_account`) during which a step must be completed in time. The other activities
+are evaluations, saves, and the work before the first and after the last step."""
 LONG_CODE = {
     "torch._dynamo.convert_frame": "compilation",
     "torch._inductor.compile_fx": "compilation",
     "bdb": "debugger",
     "pydevd": "debugger",
 }
-"""Modules whose work may also take any time, wherever in a step it begins."""
+"""Modules whose work may also take any time, at any point of a step."""
 TIMES_MEDIAN = 20
 LOOKS = 60
-"""The number of times that a rank looks within the timeout."""
+"""Number of checks within the timeout."""
 MAX_INTERVAL_S = 1.0
 ANSWER_S = 10.0
-"""The time to wait for the answers of other ranks, once a rank has noticed a hang."""
+"""Seconds to wait for answers from other ranks after a rank has detected a hang."""
 POLL_S = 0.2
 MAX_NAMED = 3
 
 
 @dataclass
 class Judge:
-    """Decide from look to look whether training hangs.
+    """Decide at each check whether training hangs.
 
     Args:
-        timeout_s: the allowed time without a step, in seconds; or `TIMES_MEDIAN` median steps if that is longer.
-        interval_s: seconds between two looks. Longer gaps count as one interval, because this process did not run.
+        timeout_s: maximum time without a step, in seconds, or `TIMES_MEDIAN` times the median step time if that is
+            longer.
+        interval_s: seconds between two checks. A longer gap is counted as one interval, because this process was not
+            running.
     """
 
     timeout_s: float
@@ -68,9 +70,9 @@ class Judge:
         """Return True if training hangs.
 
         Args:
-            elapsed_s: seconds since the last look.
+            elapsed_s: seconds since the last check.
             laps: the steps so far.
-            counts: True if all ranks are in a step, rather than in an activity that may take any time.
+            counts: True if all ranks are in a step, and none is in an activity that may take any time.
         """
         if laps.steps != self._steps or not counts:
             self._steps, self.idle_s = laps.steps, 0.0
@@ -79,28 +81,29 @@ class Judge:
         return self.idle_s >= self.limit_s(laps)
 
     def limit_s(self, laps: Laps) -> float:
-        """Return the allowed time without a step, in seconds."""
+        """Return the maximum time without a step, in seconds."""
         return max(self.timeout_s, TIMES_MEDIAN * statistics.median(laps.seconds or (0.0,)))
 
 
 @dataclass(frozen=True)
 class Hang:
-    """A hang: a sentence with the rank and its activity, and on rank 0 the stacks by rank."""
+    """A hang: a sentence that states the rank and its activity, and on rank 0 the stack traces by rank."""
 
     reason: str
     stacks: Mapping[int, str] = field(default_factory=dict)
 
 
 class HangWatch:
-    """Watch the thread that enters this context manager, until it leaves it.
+    """Watch the thread that enters this context manager, until the thread exits from it.
 
     Args:
         world: the ranks.
-        timeout_s: see `Judge`; None watches nothing.
+        timeout_s: see `Judge`. If None, nothing is watched.
         account: the attempt's activities and steps.
-        step: returns the number of complete steps.
+        step: function that returns the number of completed steps.
         peers: the watch over the other ranks.
-        on_hang: called once, in the watching thread. It must end this process: the main thread may be blocked for ever.
+        on_hang: called once, in the watch thread. It must end this process, because the main thread may be blocked
+            forever.
     """
 
     def __init__(
@@ -119,11 +122,11 @@ class HangWatch:
         self._peers = peers
         self._on_hang = on_hang
         self.interval_s = min(self._timeout_s / LOOKS, MAX_INTERVAL_S)
-        """Seconds between two looks."""
+        """Seconds between two checks."""
         self._judge = Judge(self._timeout_s, self.interval_s)
         self._looked = clock.monotonic()
-        self._watched = 0  # the ident of the thread
-        self._found: dict[str, Any] | None = None  # activity of this rank, once a hang is noticed
+        self._watched = 0  # ident of the watched thread
+        self._found: dict[str, Any] | None = None  # activity of this rank, once a hang is detected
         self._stop = threading.Event()
         self._deciding = threading.Lock()
 
@@ -136,7 +139,7 @@ class HangWatch:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop watching: `on_hang` is not called any more. Block if it has been called."""
+        """Stop watching. After this, `on_hang` is not called. If it has been called already, block."""
         with self._deciding:
             self._stop.set()
 
@@ -144,7 +147,7 @@ class HangWatch:
         return {"phase": self._phase(), "hang": self._found}
 
     def _phase(self) -> str:
-        """Return the activity of this rank that others see: one of `STEP_PHASES`, or one that may take any time."""
+        """Return the activity that this rank reports: one of `STEP_PHASES`, or an activity that may take any time."""
         if self._stop.is_set():
             return "end"
         if not self._account.laps.steps:
@@ -153,7 +156,7 @@ class HangWatch:
         return next((phase for module, phase in LONG_CODE.items() if module in running), self._account.activity)
 
     def look(self) -> bool:
-        """Return True if training hangs, as found by the looks so far or by another rank."""
+        """Return True if this rank or a different one has found that training hangs."""
         now = clock.monotonic()
         elapsed, self._looked = now - self._looked, now
         signs = self._peers.signs()
@@ -172,13 +175,13 @@ class HangWatch:
 
     def _examine(self) -> Hang:
         """Describe what all ranks are doing, as far as they answer in time."""
-        with suppress(OSError):  # ends this process even if this thread is blocked as well
+        with suppress(OSError):  # this ends the process even if this thread is blocked too
             processes.end_after(int(ANSWER_S) + LEAVE_S, int(ExitStatus.FAILED))
         own = self._doing()
         text = self._header(own) + stacks.text(self._watched)
         if self._world.size == 1:
             return Hang(self._sentence({0: own}), {0: text})
-        leave_stacks(self._world, text)  # before the others can notice the hang
+        leave_stacks(self._world, text)  # before the other ranks can detect the hang
         self._found = own
         found = {self._world.rank: own, **self._answers()}
         if not self._world.is_main:
@@ -189,9 +192,9 @@ class HangWatch:
         return Hang(self._sentence(found), gathered)
 
     def _answers(self) -> dict[int, dict[str, Any]]:
-        """Return the activities of the other ranks once rank 0 knows all of them, or time is up.
+        """Return the activities of the other ranks, once rank 0 knows all of them or the time is over.
 
-        No rank may end before that, because its broken connections would end the others.
+        No rank may exit before that, because its broken connections would end the other ranks.
         """
         deadline = clock.monotonic() + ANSWER_S
         while True:
@@ -213,7 +216,7 @@ class HangWatch:
         place = next((number for number, frame in enumerate(frames) if not frame.is_library), 0)
         within = [frame.module for frame in frames[:place]]
         waits = any(module.startswith("torch.distributed") for module in within)
-        # DDP reduces the gradients inside the backward pass.
+        # DDP all-reduces gradients inside the backward pass.
         waits = waits or (within[:1] == ["torch.autograd.graph"])
         return {
             "step": self._step(),

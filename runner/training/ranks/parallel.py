@@ -14,7 +14,7 @@ from runner.system.distributed import World
 
 T = TypeVar("T")
 AT_A_TIME = 1 << 23
-"""Elements that are sent in one message. A larger tensor is sent alone."""
+"""Maximum number of elements in one message. A larger tensor is sent in a separate message."""
 
 
 def place(model: nn.Module, strategy: str, world: World, device: torch.device) -> nn.Module:
@@ -28,8 +28,8 @@ def place(model: nn.Module, strategy: str, world: World, device: torch.device) -
 def sharded(model: nn.Module, ranks: int, device: torch.device) -> nn.Module:
     """Shard `model` over the `ranks` ranks of the default process group (fully_shard).
 
-    FSDP2 shards each of `model.blocks`, if there are any, and the rest as one group. Checkpoints are the same in both
-    cases.
+    Each module in `model.blocks`, if there are any, is a separate FSDP2 group. All other parameters form one group. The
+    grouping does not affect checkpoints.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -42,7 +42,7 @@ def sharded(model: nn.Module, ranks: int, device: torch.device) -> nn.Module:
 
 
 class Computation(nn.Module):
-    """The computation from a model and a batch, as one module, so that it may call any part of the model."""
+    """A task's computation from a model and a batch, wrapped as a module, so that it may call any part of the model."""
 
     def __init__(self, model: nn.Module, compute: Callable[[nn.Module, Any], Any]) -> None:
         super().__init__()
@@ -50,9 +50,9 @@ class Computation(nn.Module):
         self.compute = compute
 
     def forward(self, batch: Any) -> Any:
-        """Compute the outputs. In a mapping, only the loss keeps its graph.
+        """Compute the outputs. In a mapping, all outputs except the loss are detached.
 
-        DDP would wait for gradients of every output that keeps its graph.
+        DDP would wait for the gradients of every output that is not detached.
         """
         outputs = self.compute(self.model, batch)
         if not isinstance(outputs, Mapping):
@@ -64,18 +64,19 @@ class Computation(nn.Module):
 
 
 def synchronized(computation: Computation, world: World, device: torch.device) -> nn.Module:
-    """Wrap `computation` so that gradients are averaged over the ranks. One rank or FSDP2 needs no wrapper."""
+    """Wrap `computation` so that gradients are averaged over the ranks. A single rank or FSDP2 needs no wrapper."""
     if world.size == 1 or _is_sharded(computation.model):
         return computation
     from torch.nn.parallel import DistributedDataParallel
 
     # Without find_unused_parameters, DDP rebuilds its buckets after the first iteration, in the order in which
-    # gradients arrived. From three ranks on, a gradient's place in its bucket decides the order in which the ranks'
-    # parts are added. So the first step after a resume would differ in the last bit.
+    # gradients arrived. With three or more ranks, a gradient's position in its bucket determines the order in which the
+    # ranks' values are added. So the first step after a resume would differ in the last bit.
     wrapped = DistributedDataParallel(
         computation, device_ids=[device.index] if device.type == "cuda" else None, find_unused_parameters=True
     )
-    # SharedBuffers sends them. Older torch, such as 2.11, has another name and meaning for the constructor's argument.
+    # SharedBuffers sends the buffers. In older versions of torch, such as 2.11, the constructor's argument has a
+    # different name and meaning.
     wrapped.broadcast_buffers = False
     return wrapped
 
@@ -83,7 +84,7 @@ def synchronized(computation: Computation, world: World, device: torch.device) -
 def _is_sharded(model: nn.Module) -> bool:
     """Check whether FSDP2 shards a model, without importing FSDP2, which is slow.
 
-    Another thread may be importing FSDP2 for a save. Then no model is sharded yet.
+    A different thread may be importing FSDP2 for a save. In that case, no model is sharded yet.
     """
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return kind is not None and isinstance(model, kind)
@@ -91,10 +92,10 @@ def _is_sharded(model: nn.Module) -> bool:
 
 @contextmanager
 def accumulating(computation: nn.Module | None, last: bool) -> Iterator[None]:
-    """Reduce gradients over ranks in the last micro-batch of a step only.
+    """All-reduce gradients only in the last micro-batch of a step.
 
     Args:
-        computation: from `synchronized`; None if the backward pass reduces nothing.
+        computation: module from `synchronized`, or None if the backward pass does not reduce gradients.
         last: True for the last micro-batch of the step.
     """
     wrapped: Any = computation
@@ -112,15 +113,16 @@ def total_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the 2-norm of all gradients of `parameters`, the same on every rank."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm: Any = torch.nn.utils.get_total_norm(gradients)
-    total: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor under FSDP2
+    total: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor with FSDP2
     return total
 
 
 @torch.no_grad()
 def average_gradients(parameters: Sequence[torch.Tensor], world: World) -> None:
-    """Replace the gradients of an unwrapped model by their means over all ranks.
+    """Replace the gradients of an unwrapped model with their means over all ranks.
 
-    A parameter that has no gradient on any rank keeps none. If only some ranks have one, it counts as 0 on the others.
+    A parameter that has no gradient on any rank gets none. If only some ranks have a gradient, it is treated as 0 on
+    the other ranks.
     """
     if world.size == 1:
         return
@@ -134,7 +136,7 @@ def average_gradients(parameters: Sequence[torch.Tensor], world: World) -> None:
 
 
 def alike(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """Group `tensors` by dtype and device, in their order."""
+    """Group `tensors` by dtype and device, keeping their order."""
     kinds: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -142,7 +144,7 @@ def alike(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
 
 
 def packed(items: Iterable[T], most: int, size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield lists of neighbouring `items` whose sizes add up to at most `most`. A larger item is alone."""
+    """Yield lists of consecutive `items` whose total size is at most `most`. A larger item is in a separate list."""
     pack: list[T] = []
     total = 0
     for item in items:
@@ -170,11 +172,11 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], world: World) -> None:
 
 
 class SharedBuffers:
-    """The persistent buffers of a model, such as a batch norm's running statistics, kept equal on all ranks.
+    """Keep a model's persistent buffers, such as batch-norm statistics, equal on all ranks.
 
-    A rank updates the buffers from its own samples, and a checkpoint holds the buffers of rank 0. Rank 0 sends them
-    after every step, so that they are the same whether or not the run was killed. (DistributedDataParallel would do so
-    in the forward pass, but not in all micro-batches of a step, and too late for an evaluation without it.)
+    Each rank updates the buffers from its samples, but a checkpoint has the buffers of rank 0. So rank 0 sends its
+    buffers after every step, and a kill does not change them. (DistributedDataParallel would send them in the forward
+    pass, but not in all micro-batches of a step, and too late for an evaluation of the unwrapped model.)
 
     Args:
         world: the ranks.
@@ -191,11 +193,11 @@ class SharedBuffers:
         ]
 
     def synchronize(self) -> None:
-        """Send the buffers of rank 0 to all ranks, if there are buffers and several ranks.
+        """Send rank 0's buffers to all ranks, if there are buffers and several ranks.
 
         Raises:
             PeerError: another rank has ended or does not answer.
         """
-        # Looked up again each time: a module may replace a buffer instead of changing it.
+        # Look up the buffers each time, because a module may replace a buffer instead of changing it in place.
         found = {id(b): b for module, name in self._places if (b := module._buffers[name]) is not None}
         broadcast_tensors(found.values(), self._world)

@@ -1,16 +1,16 @@
-"""Notice within `train.peer_timeout_s` that another rank hangs, and name that rank.
+"""Detect within `train.peer_timeout_s` that a different rank hangs, and name that rank.
 
-A rank that ends closes its connections, which the others notice at once. A rank that hangs (a stopped process, a lost
-node, a thread that keeps the interpreter's lock) leaves the others blocked in a collective until its timeout. So a
-thread of each rank increases a counter in the job's key-value store, and watches the counters of the others. Clocks of
-different machines are never compared. Time in which this process did not run does not count.
+If a rank exits, its connections close, and the other ranks notice immediately. If a rank hangs (a stopped process, a
+lost node, a thread that holds the GIL), the other ranks are blocked in a collective until its timeout. So a thread on
+each rank sends heartbeats: it increases a counter in the job's key-value store, and watches the counters of the other
+ranks. Clocks of different machines are never compared. Time in which this process was not running is not counted.
 
-Code that keeps the interpreter's lock for long (building a dataset, pickling an object) stops that thread as well. So a
-rank whose session is not open yet may be silent for as long as a collective may take.
+Code that holds the GIL for a long time (building a dataset, pickling an object) also blocks that thread. So until its
+session is open, a rank may be silent for as long as the timeout of a collective.
 
-`runner.training.ranks.hang_watch` notices a main thread that is stuck while its process lives. It reads the activity of
-each rank from the signs of life. The effect of a stop on a blocked collective depends on the backend (gloo ignores it),
-so the watching thread ends the attempt. With NCCL this is untested.
+`runner.training.ranks.hang_watch` detects a stuck main thread in a live process. It reads the activity of each rank
+from the heartbeats. Whether a blocked collective can be aborted depends on the backend (gloo ignores it), so the watch
+thread ends the attempt. This is untested with NCCL.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from runner.system.distributed import TIMEOUT, World
 from runner.training.ranks.peers import connect, in_group, read_report, serves_store, store_is_gone
 
 LOOKS = 12
-"""The number of times that a rank looks at the others within the timeout for a sign of life."""
+"""Number of times within the timeout that a rank checks the heartbeats of the other ranks."""
 MAX_INTERVAL_S = 5.0
 MISSED = 3
-"""After this number of intervals without a sign of life, a rank counts as possibly stopped."""
+"""Number of intervals without a heartbeat after which a rank may have stopped."""
 
 
 @dataclass
 class _Peer:
-    """The last sign of another rank, and how many seconds ago it last changed."""
+    """The last heartbeat of a different rank, and the seconds since it last changed."""
 
     seen: bytes = b""
     sign: dict[str, Any] = field(default_factory=dict)
     silent_s: float = 0.0
     left: bool = False
     opening: bool = False
-    """True if its session was not open yet."""
+    """True if the rank's session was not open yet."""
 
     @property
     def present(self) -> bool:
-        """Return True if the rank has joined and has not left in order."""
+        """Return True if the rank has joined and has not left normally."""
         return bool(self.seen) and not self.left
 
 
@@ -55,11 +55,12 @@ class PeerWatch:
 
     Args:
         world: the ranks.
-        timeout_s: the time that a rank whose session is open may go without a sign of life, in seconds.
-        progress: returns this rank's step, which the others quote if it hangs; None if its session is not open yet.
-        on_silent: called once, in the watching thread, with a sentence that names the rank. It must end this process:
-            the main thread may be blocked for ever.
-        interval_s: upper limit of the interval between two looks, in seconds.
+        timeout_s: maximum time without a heartbeat for a rank whose session is open, in seconds.
+        progress: function that returns this rank's step, or None if its session is not open yet. The other ranks report
+            this step if the rank hangs.
+        on_silent: called once, in the watch thread, with a sentence that names the silent rank. It must end this
+            process, because the main thread may be blocked forever.
+        interval_s: maximum interval between two checks, in seconds.
     """
 
     def __init__(
@@ -76,22 +77,22 @@ class PeerWatch:
         self._on_silent = on_silent
         self._interval_s = min(timeout_s / LOOKS, MAX_INTERVAL_S, interval_s)
         self.reported: str | None = None
-        """The reason that another rank reported for its failure. It is kept here because that rank may serve the store,
-        which may vanish soon."""
+        """The reason that a different rank reported for its failure. It is kept here because that rank may serve the
+        store and may exit soon."""
         self.more: Callable[[], dict[str, Any]] = dict
-        """Returns more entries for this rank's signs of life."""
+        """Function that returns additional entries for this rank's heartbeats."""
         self._peers = {rank: _Peer() for rank in range(world.size) if rank != world.rank}
         self._store_silent_s = 0.0
-        self._answers = 0  # number of the store's answers
-        self._gone = False  # the store ended with its process, which is not silence
+        self._answers = 0  # number of answers from the store
+        self._gone = False  # the store's process has exited, which is not a hang
         self._stop = threading.Event()
-        self._due = threading.Event()  # a sign is wanted at once
+        self._due = threading.Event()  # send a heartbeat immediately
         self._shown_open = threading.Event()
         self._deciding = threading.Lock()
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start to watch, before the ranks first wait for each other. Do nothing with one rank."""
+        """Start watching. Call this before the ranks first wait for each other. With a single rank, do nothing."""
         if self._world.size > 1:
             for action in (self._exchange, self._judge):
                 thread = threading.Thread(target=action, name="peer watch", daemon=True)
@@ -99,10 +100,10 @@ class PeerWatch:
                 self._threads.append(thread)
 
     def show_open(self) -> None:
-        """Wait until the others can see that this rank's session is open, or cannot be reached.
+        """Wait until the other ranks can see that this rank's session is open, or the store cannot be reached.
 
-        Call this before the first step. Otherwise, if this rank stopped there, the others would only know that it is
-        starting.
+        Call this before the first step. Otherwise, if this rank stopped in the first step, the other ranks would report
+        it as still starting.
         """
         if self._threads:
             self._shown_open.clear()
@@ -110,7 +111,7 @@ class PeerWatch:
             self._shown_open.wait(self._timeout_s)
 
     def stop(self) -> None:
-        """Show the others that this rank leaves. `on_silent` is not called any more. Block if it has been called."""
+        """Tell the other ranks that this rank leaves. `on_silent` is no longer called. If it has been called, block."""
         with self._deciding:
             self._stop.set()
         self._due.set()
@@ -118,11 +119,11 @@ class PeerWatch:
             self._threads[0].join(self._interval_s)  # the store may not answer
 
     def exchange_now(self) -> None:
-        """Send a sign and read the signs of the others at once."""
+        """Send a heartbeat and read the heartbeats of the other ranks immediately."""
         self._due.set()
 
     def signs(self) -> dict[int, dict[str, Any]] | None:
-        """Return the last signs of present ranks, or None if a rank has missed some and may be stopped."""
+        """Return the last heartbeats of present ranks, or None if a rank has missed some and may have stopped."""
         if self._gone:
             return {}
         present = {rank: peer for rank, peer in self._peers.items() if peer.present}
@@ -132,8 +133,8 @@ class PeerWatch:
         return {rank: peer.sign for rank, peer in present.items()}
 
     def silent(self, share: float = 0.5) -> str | None:
-        """Return a sentence that names the longest silent rank, if silent for this share of its timeout."""
-        # The store answers without the interpreter's lock.
+        """Return a sentence that names the longest silent rank, if it was silent for this share of its timeout."""
+        # The store answers without needing the GIL.
         if self._store_silent_s >= share * self._timeout_s and serves_store(0):
             return self._sentence(0, self._store_silent_s)
         present = [(rank, peer) for rank, peer in self._peers.items() if peer.present]
@@ -167,9 +168,9 @@ class PeerWatch:
         answers, before = 0, clock.monotonic()
         while not self._stop.wait(self._interval_s):
             now = clock.monotonic()
-            # Count at most twice the interval, because this process may have been stopped.
+            # Count at most two intervals, because this process may have been stopped.
             elapsed, before = min(now - before, 2 * self._interval_s), now
-            # Count the store's silence even without a connection: a stopped process may not even accept one.
+            # Count the store as silent even without a connection, because a stopped process may not accept one.
             waiting = answers == self._answers and not self._gone and self._world.rank != 0 and in_group()
             self._store_silent_s = self._store_silent_s + elapsed if waiting else 0.0
             answers = self._answers
@@ -180,7 +181,7 @@ class PeerWatch:
                     return
 
     def _exchange(self) -> None:
-        """Send signs of life and read the signs of the others, until this rank leaves."""
+        """Send heartbeats and read the heartbeats of the other ranks, until this rank leaves."""
         own = {"host": processes.host_name(), "pid": processes.own_pid()}
         store, beat = None, 0
         before = clock.monotonic()
@@ -203,7 +204,7 @@ class PeerWatch:
             except RuntimeError:
                 store = None
                 self._gone = store_is_gone(self._timeout_s)
-                self._shown_open.set()  # without a store, the others cannot see more
+                self._shown_open.set()  # without a store, the other ranks can see no more
             beat += 1
             if left:
                 return

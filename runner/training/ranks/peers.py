@@ -1,7 +1,7 @@
-"""Tell a failure of another rank from a failure of this rank, and pass on the reason.
+"""Distinguish a failure of a different rank from a failure of this rank, and share the reason among ranks.
 
-A rank whose own code fails reports the reason in the job's key-value store before it exits. The other ranks notice a
-broken collective. They read the reason and let the failed rank decide how the job ends.
+A rank whose code fails writes the reason to the job's key-value store before it exits. In the other ranks, a collective
+fails. They read the reason and let the failed rank decide how the job ends.
 """
 
 from __future__ import annotations
@@ -20,27 +20,26 @@ from runner.system import clock, processes
 from runner.system.distributed import TIMEOUT, World, lost_peer
 
 REPORT_S = 2.0
-"""The time to wait for the report, which the failed rank may still be writing."""
+"""Seconds to wait for the report, which the failed rank may still be writing."""
 TRIES = 5
-"""The most times that PyTorch tries to connect for `REPORT_S`. A process that ends during a try is aborted."""
+"""Maximum number of times that PyTorch tries to connect within `REPORT_S`. A process that exits during a try aborts."""
 OUTLIVE_S = 10.0
-"""The longest time that the rank that serves the store waits until the others have read a report."""
+"""Maximum seconds for which the rank that serves the store waits until the other ranks have read a report."""
 POLL_S = 0.05
 STOPPED = "stopped by a signal"
-_FAILURE, _READ = "failure", "failure/read"  # keys: the report, and the number of ranks that have read it
-MAX_STACKS_BYTES = 1 << 20  # of one rank; the store takes 8 MiB at once
+_FAILURE, _READ = "failure", "failure/read"  # keys of the report and of the number of ranks that have read it
+MAX_STACKS_BYTES = 1 << 20  # per rank; the store accepts at most 8 MiB at once
 LEAVE_S = 20
-"""The time that a rank may take to end once its records are closed. External loggers may still be sending their
-records."""
+"""Seconds that a rank may take to exit once its records are closed. External loggers may still be sending records."""
 
 
 @contextmanager
 def peer_errors(world: World) -> Iterator[None]:
-    """Turn errors of exchanges inside torch (DDP's backward, FSDP's forward) into a PeerError.
+    """Convert errors of exchanges inside torch (DDP's backward, FSDP's forward) to a PeerError.
 
-    If a peer is lost, such an exchange raises a plain RuntimeError, as this rank's own code might. The peer is at fault
-    if torch.distributed raised one of its own classes, if a peer is gone, or if the code failed after the collectives'
-    timeout.
+    If a peer is lost, such an exchange raises a plain RuntimeError, which this rank's code might also raise. A peer
+    caused the error if its class is from torch.distributed, if a peer is gone, or if the code failed after the timeout
+    of collectives.
 
     Raises:
         PeerError: another rank has ended or does not answer.
@@ -61,20 +60,20 @@ def _lost(world: World, error: RuntimeError, seconds: float) -> bool:
 
 
 def report_failure(world: World, reason: str) -> None:
-    """Report to the other ranks why this rank's own code failed. The first report counts."""
+    """Report to the other ranks why this rank's code failed. If several ranks report, only the first report is kept."""
     _with_store(world, lambda store: store.compare_set(_FAILURE, "", f"rank {world.rank} failed: {reason}"))
 
 
 def report_stop(world: World) -> None:
-    """Report to the other ranks that this rank leaves in the middle of a step because of a signal."""
+    """Report to the other ranks that this rank leaves during a step because of a signal."""
     _with_store(world, lambda store: store.compare_set(_FAILURE, "", STOPPED))
 
 
 def reported_failure(world: World) -> str | None:
-    """Return `rank N failed: reason`, STOPPED if a rank left because of a signal, or None without a report."""
+    """Return `rank N failed: reason`, STOPPED if a rank left because of a signal, or None if there is no report."""
 
     def read(store: Any) -> str | None:
-        store.get(_FAILURE)  # waits for it
+        store.get(_FAILURE)  # waits for the report
         return read_report(store)
 
     found: str | None = _with_store(world, read)
@@ -91,7 +90,7 @@ def read_report(store: Any) -> str | None:
 
 
 def _outlive_readers(world: World) -> None:
-    """Wait a moment until the other ranks have read a reported failure, if there is one."""
+    """If a failure was reported, wait up to `OUTLIVE_S` seconds until the other ranks have read it."""
 
     def wait(store: Any) -> None:
         deadline = clock.monotonic() + OUTLIVE_S
@@ -102,7 +101,7 @@ def _outlive_readers(world: World) -> None:
 
 
 def all_arrive(world: World, place: str) -> bool:
-    """Return True if all ranks come to this place in the code, at most a moment after this rank."""
+    """Return True if all ranks reach this point of the code, at most `REPORT_S` seconds after this rank."""
 
     def arrive(store: Any) -> bool:
         store.add(place, 1)
@@ -117,12 +116,12 @@ def all_arrive(world: World, place: str) -> bool:
 
 
 def leave_stacks(world: World, text: str) -> None:
-    """Put the stacks of this rank where rank 0 finds them."""
+    """Put this rank's stack traces into the store for rank 0."""
     _with_store(world, lambda store: store.set(_stacks_key(world.rank), text.encode()[:MAX_STACKS_BYTES]))
 
 
 def left_stacks(world: World) -> dict[int, str]:
-    """Return the stacks that ranks have left, by rank."""
+    """Return the stack traces that ranks have put into the store, by rank."""
 
     def read(store: Any) -> dict[int, str]:
         ranks = [rank for rank in range(world.size) if store.check([_stacks_key(rank)])]
@@ -137,38 +136,38 @@ def _stacks_key(rank: int) -> str:
 
 
 def serves_store(rank: int) -> bool:
-    """Check whether the process of `rank` serves the job's key-value store; torchrun serves its own."""
+    """Check whether the process of `rank` serves the job's key-value store. With torchrun, torchrun serves it."""
     return rank == 0 and processes.environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def connect(timeout_s: float) -> Any:
-    """Return a new connection to the job's key-value store, with separate keys for each start of the ranks.
+    """Connect to the job's key-value store. Keys are separate for each start of the ranks.
 
     Raises:
-        RuntimeError: the store is not there, or no longer. A stopped process does not even refuse the connection.
+        RuntimeError: the store does not exist or no longer exists. If its process is stopped, the connection times out.
     """
     from torch import distributed
 
-    dist: Any = distributed  # its stores are not typed
+    dist: Any = distributed  # its stores have no type annotations
     host, port = processes.environment["MASTER_ADDR"], int(processes.environment["MASTER_PORT"])
     store = dist.TCPStore(host, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-    # torchrun's store outlives a restart of its ranks.
+    # torchrun's store survives a restart of the ranks.
     attempt = processes.environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"runner/{attempt}", store)
 
 
 def in_group() -> bool:
-    """Check whether this rank has joined the others, for which it needed the key-value store."""
+    """Check whether this rank has joined the process group, which requires the key-value store."""
     from torch import distributed as dist
 
     return dist.is_initialized()
 
 
 def store_is_gone(timeout_s: float) -> bool:
-    """Check whether no process serves the job's key-value store any more, after the store failed.
+    """Check, after the store has failed, whether the process that served it has exited.
 
-    The port of an ended process refuses a connection at once. The port of a stopped process accepts it without an
-    answer, and a lost machine does not answer at all. These may hang, but are not gone.
+    The port of an exited process refuses a connection immediately. The port of a stopped process accepts it but does
+    not answer, and a lost machine does not respond at all. The latter two may hang, but are not gone.
     """
     try:
         address = processes.environment["MASTER_ADDR"], int(processes.environment["MASTER_PORT"])
@@ -179,10 +178,10 @@ def store_is_gone(timeout_s: float) -> bool:
 
 
 def leave_ranks(status: int) -> None:
-    """Leave the process group, and end this process with `status` even if its destructors wait for ever.
+    """Leave the process group, and end this process with `status` even if its destructors block forever.
 
-    Call this when no object refers to the model any more. The destructor of a process group that DDP's reducer still
-    refers to holds the interpreter's lock while it waits for gloo's threads, which need the lock.
+    Call this when no object refers to the model any more. If DDP's reducer still refers to a process group, the group's
+    destructor holds the GIL while it waits for gloo's threads, which need the GIL.
     """
     rank, size = current_ranks()
     if size == 1:
@@ -190,24 +189,24 @@ def leave_ranks(status: int) -> None:
     with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-    with suppress(OSError):  # without a timer, a destructor that waits delays the end
+    with suppress(OSError):  # without a timer, a blocked destructor delays the exit
         processes.end_after(LEAVE_S, status)
     if serves_store(rank) and in_group():
         _outlive_readers(World(rank, size))
     gc.collect()  # DDP's objects refer to each other
-    with suppress(RuntimeError):  # the group has lost a rank; how this attempt ended is already recorded
+    with suppress(RuntimeError):  # the group has lost a rank; the end of this attempt is already recorded
         World(rank, size).stop()
 
 
 def _with_store(world: World, action: Callable[[Any], Any], within_s: float = 0.0) -> Any:
-    """Return `action(store)`, or None on failure: rank 0, which may serve the store, can be gone or frozen."""
+    """Return `action(store)`, or None on failure, because rank 0, which may serve the store, may be gone or frozen."""
     if world.size == 1:
         return None
     results: list[Any] = []
 
     def run() -> None:
         with suppress(RuntimeError):
-            if not store_is_gone(REPORT_S):  # otherwise PyTorch would try to connect for longer than the timeout
+            if not store_is_gone(REPORT_S):  # otherwise PyTorch would retry the connection for longer than the timeout
                 results.append(action(connect(REPORT_S)))
 
     thread = threading.Thread(target=run, name="peers", daemon=True)

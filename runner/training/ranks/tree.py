@@ -1,9 +1,9 @@
-"""Add up values of a step's micro-batches in a fixed order, whichever rank computed them.
+"""Sum values of a step's micro-batches in a fixed order, regardless of which rank computed them.
 
-Floating-point addition is not associative, so the order is part of the result. Here it is the order of a binary tree
-over the numbers of the micro-batches. Node (level, number) adds the micro-batches from number * 2^level to below
-(number + 1) * 2^level, as far as there are any. A rank with a range of micro-batches adds up the nodes in its range, at
-most two in each level. A rank that has the nodes of all ranks adds those. This module does not import torch.
+Floating-point addition is not associative, so the order affects the result. The order here is a binary tree over the
+micro-batch numbers. Node (level, number) is the sum of the existing micro-batches from number * 2^level up to, but not
+including, (number + 1) * 2^level. A rank with a range of micro-batches sums the nodes in its range, at most two per
+level. A rank that has received the nodes of all ranks then sums these nodes. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ T = TypeVar("T")
 
 
 class Node(NamedTuple):
-    """A node of the tree, by its level above the leaves and its number in that level."""
+    """A node of the tree, given by its level above the leaves and its number within the level."""
 
     level: int
     number: int
 
 
 class TreeSum(Generic[T]):
-    """Add up values of neighbouring nodes, which are pushed from left to right.
+    """Sum values of adjacent nodes, which are pushed from left to right.
 
     Args:
-        leaves: number of leaves of the whole tree, 1 or more.
-        add: returns the sum of (left, right); may change and return `left`.
+        leaves: number of leaves of the complete tree, at least 1.
+        add: function that returns the sum of (left, right). It may change and return `left`.
     """
 
     def __init__(self, leaves: int, add: Callable[[T, T], T]) -> None:
@@ -35,20 +35,20 @@ class TreeSum(Generic[T]):
         self._found: list[tuple[Node, T]] = []
 
     def push(self, node: Node, value: T) -> None:
-        """Add the value of the node that follows the nodes pushed so far."""
+        """Add the value of the next node, directly to the right of the nodes pushed so far."""
         self._found.append((node, value))
         while self._grow():
             pass
 
     def _grow(self) -> bool:
-        """Replace the last node by its parent if the parent is complete; return True if it was."""
+        """If the last node completes its parent, replace it with the parent and return True."""
         (level, number), value = self._found[-1]
         above = Node(level + 1, number // 2)
         if number % 2 and len(self._found) > 1 and self._found[-2][0] == (level, number - 1):
             self._found.pop()
             self._found[-1] = above, self._add(self._found[-1][1], value)
             return True
-        if number and not number % 2 and (number + 1) << level >= self._leaves:  # it has no right sibling
+        if number and not number % 2 and (number + 1) << level >= self._leaves:  # the node has no right sibling
             self._found[-1] = above, value
             return True
         return False
@@ -68,7 +68,7 @@ class TreeSum(Generic[T]):
         self._found[place] = self._found[place][0], value
 
     def total(self) -> T:
-        """Return the sum of all leaves, after every leaf was pushed."""
+        """Return the sum of all leaves. Call this after every leaf was pushed."""
         ((_, value),) = self._found
         return value
 
