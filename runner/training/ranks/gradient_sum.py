@@ -114,7 +114,7 @@ class _Bucket:
                 if gradient is None:
                     view.zero_()
                     marks[place] = 0
-            if at:  # the first node's tensors are reused
+            if at:  # keep the first node's tensors, which are reused
                 tree.replace(at, None)
 
     def found(self, number: int) -> Iterator[Gradients]:

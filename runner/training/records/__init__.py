@@ -1,1 +1,1 @@
-"""Record a run: metrics, timings, profiles, and the runner's entries in the train state."""
+"""Record a run: metrics, timings, profiles and the runner's entries in the train state."""

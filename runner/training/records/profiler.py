@@ -1,4 +1,4 @@
-"""Write torch.profiler's trace of some steps: `train.profile=first:last`."""
+"""Profile the steps `train.profile=first:last` with torch.profiler, and write the trace."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _log = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Record the steps from `first` to `last` that this attempt makes, and write one trace.
+    """Profile the steps from `first` to `last` that this attempt trains, and write a single trace.
 
     Args:
-        steps: (first, last), counted from 1; None records nothing, at no cost.
-        run: the run directory; the lease is checked before the trace is written.
-        name: name of the trace in `run.profile`, for chrome://tracing and Perfetto.
+        steps: (first, last), counted from 1. If None, nothing is profiled, at no cost.
+        run: the run directory. The lease is checked before the trace is written.
+        name: file name of the trace in `run.profile`. chrome://tracing and Perfetto can open it.
         device: device of the model.
     """
 
@@ -48,7 +48,7 @@ class Profiler:
         return Profiler(steps, run, f"attempt{attempt}-rank{world.rank}.json", device)
 
     def begin(self, step: int) -> None:
-        """Start to record step number `step`, if it is to be profiled."""
+        """Start profiling step number `step`, if it is among the profiled steps."""
         if not self._first <= step <= self._last:
             return
         if self._profile is None:
@@ -61,7 +61,7 @@ class Profiler:
         self._step.enter_context(torch.profiler.record_function(f"step {step}"))
 
     def end(self, step: int) -> None:
-        """Record the end of step number `step`; after the last one, write the trace."""
+        """Record the end of step number `step`. After the last profiled step, write the trace."""
         self._end_step()
         if step == self._last:
             self.close()
@@ -72,7 +72,7 @@ class Profiler:
             self._step = None
 
     def close(self) -> None:
-        """Write the recorded trace. An error is reported, and training continues."""
+        """Write the recorded trace. If this fails, report the error and continue training."""
         profile, self._profile = self._profile, None
         if profile is None:
             return
@@ -84,7 +84,7 @@ class Profiler:
             with files.owned():
                 profile.export_chrome_trace(str(temporary))
             files.rename(temporary, self._path)
-        except SupersededError:  # the training thread notices this as well
+        except SupersededError:  # the training thread detects this too
             return
         except (OSError, RuntimeError) as error:
             with suppress(OSError):

@@ -1,8 +1,8 @@
 """Write the records of a run. Rank 0 has a `RunRecorder`, and the other ranks have a `Recorder`.
 
-metrics.jsonl holds values that the run determines, and timings.jsonl values that the machine determines. A full disk
-does not stop training: records wait in memory until they can be written. No checkpoint is committed before the metrics
-up to its step are durable.
+metrics.jsonl has values that depend only on the run, and timings.jsonl has values that depend on the machine. A full
+disk does not stop training: records wait in memory until they can be written. No checkpoint is committed before the
+metrics up to its step are durable.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ TIMINGS_EVERY_STEPS = 10
 
 
 class Recorder:
-    """A recorder that writes nothing, for ranks other than 0."""
+    """A recorder that writes nothing. All ranks except 0 use it."""
 
     state: str = FAILED
-    """The end of the attempt, for the loggers. See `runner.metrics.lineage`."""
+    """How the attempt ended, for the loggers. See `runner.metrics.lineage`."""
     reason: str | None = None
     """The reason why the run ended before its last step."""
 
@@ -64,7 +64,7 @@ class RunRecorder(Recorder):
     meter: StepMeter
     last_save: Callable[[], Mapping[str, Any] | None]
     add_evaluation: Callable[[dict[str, Any]], object] = lambda record: None
-    """Adds a result to the results of `runner evaluate`."""
+    """Function that adds a result to the results of `runner evaluate`."""
     state: str = FAILED
     reason: str | None = None
     _waiting: list[dict[str, Any]] = field(default_factory=list)
@@ -75,7 +75,7 @@ class RunRecorder(Recorder):
     _interval: str = ""
 
     def about(self, lineage: Lineage) -> None:
-        """Pass the run's lineage to the loggers that show it."""
+        """Pass the run's lineage to the loggers that support it."""
         for writer in self.writers:
             if hasattr(writer, "about"):
                 writer.about(lineage)
@@ -85,9 +85,9 @@ class RunRecorder(Recorder):
 
         Args:
             record: the line of metrics.jsonl.
-            seconds: duration of the step.
-            samples: number of samples of all ranks.
-            tokens: number of tokens of all ranks; None if the data have none.
+            seconds: duration of the step in seconds.
+            samples: number of samples over all ranks.
+            tokens: number of tokens over all ranks, or None if the data have no tokens.
         """
         self._write(record)
         self._seconds += seconds
@@ -104,7 +104,7 @@ class RunRecorder(Recorder):
             self._write_timing(record["step"], {name: speed for name, speed in speeds.items() if speed is not None})
 
     def _speeds(self) -> dict[str, Any]:
-        """Return samples and tokens per second since the last line of timings.jsonl; tokens may be None."""
+        """Return samples and tokens per second since the last line of timings.jsonl. Tokens may be None."""
         seconds = self._seconds or math.inf
         tokens = None if self._tokens is None else self._tokens / seconds
         return {"samples_per_s": self._samples / seconds, "tokens_per_s": tokens}
@@ -114,7 +114,7 @@ class RunRecorder(Recorder):
         self._show_evaluation(record)
 
     def last_evaluation(self, record: dict[str, Any]) -> None:
-        """Write the record of an evaluation off the cadence, outside of metrics.jsonl."""
+        """Write the record of an evaluation at the last step that was not due. It is not written to metrics.jsonl."""
         try:
             self.add_evaluation(record)
         except SupersededError:
@@ -132,7 +132,7 @@ class RunRecorder(Recorder):
         self.bar.say(f"step {record['step']}: {shown}")
 
     def before_save(self) -> bool:
-        """Sync all records to disk. Return False if the disk fails: then no checkpoint may be committed."""
+        """Sync all records to disk. Return False if the disk fails. In that case, no checkpoint may be committed."""
         try:
             self._drain()
             self.metrics.sync()
@@ -143,7 +143,7 @@ class RunRecorder(Recorder):
         return True
 
     def cadence(self, explanation: str) -> None:
-        """Write the cadence of checkpoints and its reason to the status; print it when the interval changes."""
+        """Write an explanation of the checkpoint cadence to the status. Print it if the interval has changed."""
         interval = explanation.partition(":")[0]
         if interval != self._interval:
             self._interval = interval
@@ -151,14 +151,14 @@ class RunRecorder(Recorder):
         self.log.update(cadence=explanation)
 
     def callback(self, step: int, moment: str, values: dict[str, float]) -> None:
-        """Log values of callbacks from a moment that depends on kills: in timings.jsonl and the loggers."""
+        """Log callback values to timings.jsonl and the loggers, because kills affect when they were computed."""
         with suppress(OSError):  # timings may be lost
             self.timings.write({"step": step, "time": clock.wall(), "callback": moment, **values})
         for writer in self.writers:
             writer.write({"step": step, **values})
 
     def media(self, media: Media) -> None:
-        """Write the file of an image or a text, and pass it to the loggers that can show it."""
+        """Write an image or a text to a file, and pass it to the loggers that support it."""
         content = media.content.encode() if isinstance(media.content, str) else media.content
         try:
             self.log.run.make_dirs(media.path.parent)
@@ -171,12 +171,12 @@ class RunRecorder(Recorder):
                 writer.media(media)
 
     def warn(self, message: str) -> None:
-        """Report an error that training survives, in the status and on the screen."""
+        """Report an error that does not stop training, in the status and on the screen."""
         self.bar.say(f"warning: {message}")
         self.log.warn(message)
 
     def close(self) -> None:
-        """Flush and close everything. Report records that still cannot be written; they keep the run unfinished."""
+        """Flush and close everything. Report records that still cannot be written; the run then stays unfinished."""
         try:
             insist(self._drain, self.metrics.path)
         except FileError as error:
@@ -228,7 +228,7 @@ class RunRecorder(Recorder):
         try:
             self.timings.write(record)
         except OSError:
-            return  # the next timing comes ten steps later
+            return  # the next timing is written ten steps later
         for writer in self.writers:
             writer.write({"step": step, **figures, **_flat_save(record.get("save"))})
 

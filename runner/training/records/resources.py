@@ -1,4 +1,4 @@
-"""Measure the time of each part of a step, and the memory of the process."""
+"""Measure the time that each part of a step takes, and the memory of the process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 class StepMeter:
-    """Add up the seconds of steps; report means over the steps since the last report.
+    """Measure the seconds per step, and report means over the steps since the last report.
 
-    `data_wait_s`: waiting for batches. `communication_s`: the runner's own collectives, including the wait for a slower
-    rank. `callbacks_s`: `on_step_end` of callbacks, if there are any. `compute_s`: the rest of `step_s`, including the
-    communication of DDP and FSDP while they compute.
+    `data_wait_s` is the time spent waiting for batches. `communication_s` is the time of the runner's collectives,
+    including the wait for slower ranks. `callbacks_s` is the time in `on_step_end` of callbacks, if there are any.
+    `compute_s` is the rest of `step_s`, including communication that DDP and FSDP overlap with computation.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,10 +26,10 @@ class StepMeter:
         self._step_s = self._data_s = self._communication_s = self._callbacks_s = 0.0
         self._all_s = self._all_data_s = 0.0
         self._communicated = 0.0
-        self._pending = [0.0, 0.0]  # of the step in progress: waiting for data, in callbacks
+        self._pending = [0.0, 0.0]  # seconds of this step so far: waiting for data, in callbacks
 
     def begin(self, draw: Callable[[], T]) -> Callable[[], T]:
-        """Begin a step; return `draw` with its time measured."""
+        """Begin a step. Return `draw`, wrapped to measure its time."""
         self._communicated = distributed.waited.seconds
         self._pending = pending = [0.0, 0.0]
 
@@ -63,7 +63,7 @@ class StepMeter:
         return self._all_data_s / self._all_s if self._all_s else 0.0
 
     def take(self) -> dict[str, Any]:
-        """Return the figures of the steps since the last call: mean seconds per step, and peak bytes so far."""
+        """Return mean seconds per step since the last call, and peak memory in bytes so far."""
         count, self._steps = max(self._steps, 1), 0
         parts = {"data_wait_s": self._data_s, "communication_s": self._communication_s}
         if self._callbacks_s:

@@ -1,4 +1,4 @@
-"""Define the runner's own entries in the train state, next to `runner.checkpoint.build_train_state`'s."""
+"""Define the runner's entries in the train state, in addition to those of `runner.checkpoint.build_train_state`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from runner.errors import CheckpointError
 
 @dataclass(frozen=True)
 class RunState:
-    """The state that a resume needs apart from weights, optimizer, random generators, scheduler and loader.
+    """State that a resume needs in addition to weights, optimizer, random generators, scheduler and loader.
 
     Attributes:
-        order: state of the consumption (see `runner.training.data.consumption`); empty for a loader that is not
+        order: state of the consumption (see `runner.training.data.consumption`). Empty for a loader that is not
             tracked.
-        evaluated: True if the metrics already have the evaluation of this step.
-        threads: number of CPU threads of torch, which decides how sums are split.
-        batch_shapes: the split of the steps so far over ranks and micro-batches.
-        task: state of the task on each rank; empty if it has none.
+        evaluated: True if the metrics already contain the evaluation of this step.
+        threads: number of torch's CPU threads, which determines how sums are split.
+        batch_shapes: how the steps so far were split over ranks and micro-batches.
+        task: state of the task on each rank. Empty if the task has no state.
         data_plan: the part of the config that determines the data order (see `runner.training.data.order.data_plan`).
         callbacks: state of each callback that has one, by name.
-        dropped_callbacks: digest of code and options of each callback that raised and was left out, by name.
+        dropped_callbacks: digest of the code and options of each callback that was dropped because it raised, by name.
         samples_seen: samples trained on so far, over all ranks.
-        stop_asked: a callback's request to end the run at this step (see `runner.training.ending`); mostly empty.
-        seed: seed of rank-invariant steps: the run's seed, unless a branch has changed it.
+        stop_asked: a callback's request to end the run at this step (see `runner.training.ending`). Usually empty.
+        seed: seed of rank-invariant steps. It is the run's seed, unless a branch has changed it.
     """
 
     order: dict[str, Any]
@@ -49,7 +49,7 @@ class RunState:
 
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any]) -> RunState:
-        """Read the entries from a train state or its extra part, which may contain other entries.
+        """Read the entries from a train state or its extra part, which may contain further entries.
 
         Raises:
             CheckpointError: an entry is missing, or a batch shape is invalid.

@@ -1,4 +1,4 @@
-"""Open the records of a run at the step where an attempt begins, and report that step."""
+"""Open a run's records at the step where an attempt begins, and report that step."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def open_recorder(
         run: the run directory.
         config: config of the run.
         log: the attempt log.
-        meter: measures the steps.
-        step: number of complete steps.
-        evaluated: True if the evaluation at `step` belongs to the metrics.
-        trunk: run directory of a branch's trunk; None if the run is no branch.
-        last_save: returns the figures of the last save, if there was one.
-        add_evaluation: adds a result to the results of `runner evaluate`.
+        meter: measures the time of steps.
+        step: number of completed steps.
+        evaluated: True if the metrics include the evaluation at `step`.
+        trunk: run directory of the trunk, or None if the run is not a branch.
+        last_save: function that returns the cost of the last save, or None.
+        add_evaluation: function that adds a result to the results of `runner evaluate`.
 
     Raises:
-        FileError: the disk fails again and again.
+        FileError: the disk fails repeatedly.
         SupersededError: a newer attempt holds the lease.
     """
     log.total = config.steps
@@ -78,7 +78,7 @@ def open_recorder(
 
 
 def lineage(run: RunDir, config: Config, trunk: RunDir | None, attempt: int) -> Lineage:
-    """Return the facts about a run that loggers show with its numbers."""
+    """Return the facts about a run that loggers show together with its metrics."""
     fork, best = config.fork, config.checkpoint.best
     settings: dict[str, Any] = {}
     with suppress(OSError, ValueError):
@@ -88,9 +88,9 @@ def lineage(run: RunDir, config: Config, trunk: RunDir | None, attempt: int) -> 
 
 
 def show_start(recorder: RunRecorder, config: Config, step: int, ranks: int) -> None:
-    """Report the step and the number of ranks with which the attempt begins, and the steps that it repeats."""
+    """Report the step at which the attempt begins, the number of ranks, and the steps that the attempt repeats."""
     log = recorder.log
-    if config.train.epochs is not None:  # otherwise the command has warned of them
+    if config.train.epochs is not None:  # otherwise the command has already warned about them
         for message in unreached_phases(config.phases, config.steps):
             recorder.bar.say(f"warning: {message}")
     lost = log.earlier[-1].get("steps_lost") if log.earlier else 0

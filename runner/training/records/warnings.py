@@ -1,4 +1,4 @@
-"""Show the warnings of the runner's modules while an attempt trains, and record them in its status."""
+"""Show warnings from the runner's modules while an attempt trains, and record them in the status."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from runner.rundir.attempt_log import AttemptLog
 from runner.system import processes
 
 LOGGERS = ("runner", "exactdata")
-"""The packages whose warnings are shown."""
+"""Packages whose warnings are shown."""
 
 
 class WarningHandler(logging.Handler):
-    """Show log records of the runner's modules at WARNING and above, and record them in the status."""
+    """Show log records from the runner's modules at level WARNING or above, and record them in the status."""
 
     def __init__(self, log: AttemptLog) -> None:
         super().__init__(logging.WARNING)
@@ -27,7 +27,7 @@ class WarningHandler(logging.Handler):
         message = record.getMessage()
         if processes.own_pid() == self._pid:
             self.warn(message)
-        else:  # a loader worker: the status belongs to its parent
+        else:  # in a loader worker, because only the parent process writes the status
             _print_warning(message)
 
     def remove(self) -> None:
@@ -47,7 +47,7 @@ def _print_warning(message: str) -> None:
 
 @contextmanager
 def warnings_forwarded(log: AttemptLog | None) -> Iterator[WarningHandler | None]:
-    """Yield a handler of warnings on the rank that has `log`. It is removed only if the block fails."""
+    """Yield a warning handler on the rank that has `log`. It is removed only if the `with` block fails."""
     if log is None:
         yield None
         return

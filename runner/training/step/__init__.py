@@ -1,1 +1,1 @@
-"""Make one training step: the task's computation, its updates, and sums over micro-batches and ranks."""
+"""Train one step: the task's computation, its updates, and sums over micro-batches and ranks."""

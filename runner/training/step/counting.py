@@ -1,4 +1,4 @@
-"""Count the samples and tokens of a step. Tokens are counted only if the data have them."""
+"""Count the samples and tokens of a step. Tokens are counted only if the data have tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ NONE_STATED = np.zeros(0, np.int64)
 
 
 def stated_tokens(names: Sequence[str], tokens_per_sample: Mapping[str, float]) -> NDArray[np.int64]:
-    """Return the tokens per sample of each source in `names`, or one number if all sources have the same.
+    """Return the tokens per sample of each source in `names`, or a single number if it is the same for all sources.
 
-    The array is empty unless every source states an integer. A float is only a mean. This is called once, so that the
-    cost of a step does not depend on the number of sources.
+    The array is empty unless every source states an integer. A float is only a mean and is not used. This is called
+    once, so that the time of a step does not depend on the number of sources.
     """
     stated = [tokens_per_sample[name] for name in names if isinstance(tokens_per_sample.get(name), int)]
     if len(stated) < len(names):
@@ -38,14 +38,14 @@ def samples_in(batch: Any) -> int:
 def tokens_in(
     batch: Any, samples: int, stated: NDArray[np.int64] = NONE_STATED, sources: NDArray[np.int64] | None = None
 ) -> int | None:
-    """Return the number of tokens in a batch, or None if it has none.
+    """Return the number of tokens in a batch, or None if its data have no tokens.
 
     Args:
         batch: batch of the loader.
-        samples: number of its samples.
-        stated: tokens per sample if all sources state it (`stated_tokens`). Otherwise the tokens are the entries of
-            `document_ids`, shape (B, T), that are not -1. Without these, they are the integer `input_ids`, shape (B,
-            T), that `attention_mask` does not leave out.
+        samples: number of samples in the batch.
+        stated: tokens per sample, if all sources state it (see `stated_tokens`). Otherwise, the entries of
+            `document_ids`, shape (B, T), that are not -1 are counted. If there are no `document_ids`, the integer
+            `input_ids`, shape (B, T), that `attention_mask` does not mask are counted.
         sources: source number of each sample, if known.
     """
     if len(stated) == 1:

@@ -1,6 +1,6 @@
-"""Divide a training step among the ranks: the micro-batches of each rank, and the sums over all ranks.
+"""Divide a training step among the ranks: assign micro-batches to ranks, and sum over all ranks.
 
-Usually every rank computes the same number of micro-batches, and sums go over the ranks. See
+Usually, every rank computes the same number of micro-batches, and results are summed over the ranks. See
 `runner.training.step.invariant` for steps whose results do not depend on the number of ranks.
 """
 
@@ -18,18 +18,21 @@ from runner.training.ranks.parallel import Computation, SharedBuffers, accumulat
 
 
 class Division:
-    """One rank's part in the steps. Every rank calls the same methods in the same order.
+    """A rank's share of each step. Every rank must call the same methods in the same order.
 
-    Here, every rank computes `accum` micro-batches: with DDP, FSDP, or all-reduce if a task takes the step.
+    In this class, every rank computes `accum` micro-batches. It uses DDP or FSDP, or an all-reduce if the task takes
+    the steps.
 
     Args:
-        whole_steps: True if the task takes whole steps. Then the backward pass reduces nothing.
+        whole_steps: True if the task defines complete steps (`take_step`). Then the backward pass does not reduce
+            gradients.
 
     Attributes:
-        count: number of this rank's micro-batches in a step.
-        parts: divisor of a micro-batch's mean loss, before its gradients are added up.
-        total: number of all ranks' micro-batches in a step.
-        in_loop: why calls that involve all ranks must not be made while micro-batches are iterated; None if they may.
+        count: number of micro-batches per step on this rank.
+        parts: number by which a micro-batch's mean loss is divided before its gradients are summed.
+        total: number of micro-batches per step over all ranks.
+        in_loop: reason why calls that involve all ranks are forbidden while micro-batches are iterated, or None if they
+            are allowed.
     """
 
     in_loop: str | None = None
@@ -44,7 +47,7 @@ class Division:
         self.total = accum * world.size
 
     def wrap(self, computation: Computation, device: torch.device) -> nn.Module:
-        """Return the module that computes a micro-batch's loss in the default step.
+        """Wrap `computation` into the module that computes a micro-batch's loss in the default step.
 
         Raises:
             RuntimeError: the ranks cannot compare their parameters (see `peer_errors`).
@@ -53,31 +56,31 @@ class Division:
         return self._computation
 
     def begin(self, index: int) -> None:
-        """Begin the step after `index` complete steps."""
+        """Begin the step that follows `index` completed steps."""
 
     def iteration(self) -> AbstractContextManager[None]:
-        """Enclose an iteration over this rank's micro-batches. A task that takes the step may iterate again."""
+        """Return a context for iterating over this rank's micro-batches. A task's `take_step` may iterate again."""
         return nullcontext()
 
     def micro_batch(self, number: int) -> AbstractContextManager[None]:
-        """Enclose the computation from this rank's micro-batch `number` (from 0), gradients included."""
+        """Return a context for the forward and backward passes of this rank's micro-batch `number` (from 0)."""
         return accumulating(self._computation, last=number == self.count - 1)
 
     def sum(self, rows: np.ndarray, outside: np.ndarray) -> np.ndarray:
         """Return the sum of all rows of all ranks.
 
         Args:
-            rows: one row per micro-batch of this rank, float64 (count, width); the same width on every rank.
-            outside: values that belong to no micro-batch, from `everywhere`; float64 (width,).
+            rows: one row per micro-batch of this rank, float64 (count, width). All ranks have the same width.
+            outside: values from outside of micro-batches, returned by `everywhere`, float64 (width,).
         """
         return self._world.sum(torch.from_numpy(rows.sum(0) + outside)).numpy()
 
     def everywhere(self, values: np.ndarray, single: np.ndarray) -> np.ndarray:
-        """Return this rank's addends among values that were logged outside of micro-batches.
+        """Return the values logged outside of micro-batches that this rank adds to the sum.
 
         Args:
-            values: values with one number per sample of this rank; float64 (N,).
-            single: values that are a single number; float64 (M,).
+            values: values with one number per sample on this rank, float64 (N,).
+            single: values that are single numbers, float64 (M,).
         """
         return np.concatenate([values, single])
 
@@ -88,21 +91,21 @@ class Division:
         return (sums[:-1] / sums[-1]).view(values.shape[1:])
 
     def check(self, name: str) -> None:
-        """Check the step before an optimizer's update exchanges anything.
+        """Check the step before an optimizer's update communicates with other ranks.
 
         Raises:
             UserError: the step depends on the ranks in a way that is not allowed.
         """
 
     def reduce_gradients(self, name: str) -> None:
-        """Reduce the gradients of an optimizer's parameters to the gradients of the whole step."""
+        """Reduce the gradients of an optimizer's parameters over all micro-batches and ranks."""
         if self._whole_steps:
             average_gradients(self._optimizers.parameters(name), self._world)
 
     def holds_gradients(self) -> bool:
-        """Check whether any rank has gradients of a later update outside of its parameters; on every rank."""
+        """Check whether any rank holds gradients for a later update outside of its parameters. All ranks call this."""
         return False
 
     def end(self) -> None:
-        """End the step, after its updates."""
+        """End the step. Call this after the step's updates."""
         self._buffers.synchronize()

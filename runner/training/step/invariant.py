@@ -1,12 +1,14 @@
-"""Train rank-invariantly: losses, metrics and weights do not depend on how many ranks computed them.
+"""Train rank-invariantly: losses, metrics and weights do not depend on the number of ranks.
 
-A step is a fixed number of micro-batches, each a fixed range of positions. Each is computed with random generators that
-are seeded by (seed, step, micro-batch). The results are added up in the order of a binary tree
-(`runner.training.ranks.tree`), whichever rank computed them. A rank takes neighbouring micro-batches and adds up the
-nodes of the tree that it has alone. Then each rank receives one slice of these nodes from all ranks, adds it up, and
-sends the sum to all. The traffic equals a ring all-reduce if a rank's micro-batches form one node.
+A step has a fixed number of micro-batches, each with a fixed range of positions. Each micro-batch is computed with
+random generators seeded from (seed, step, micro-batch). The results are summed in the order of a binary tree
+(`runner.training.ranks.tree`), regardless of which rank computed them. A rank computes consecutive micro-batches and
+sums the tree nodes for which it has all leaves. Then each rank receives one slice of these nodes from all ranks, sums
+it, and sends the sum to all ranks. The traffic equals that of a ring all-reduce if each rank's micro-batches form a
+single node.
 
-This requires that no change in a forward pass reaches the next micro-batch, which is checked in the first step.
+This requires that a forward pass does not change state that the next micro-batch uses. This is checked in the first
+step.
 """
 
 from __future__ import annotations
@@ -39,19 +41,19 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class FixedMicroBatches(Division):
-    """One rank's part in rank-invariant steps.
+    """A rank's share of each rank-invariant step.
 
     Args:
         world: the ranks.
-        model: the model on its device; receives the parameters of rank 0.
-        task: the task, for messages and its state.
+        model: the model on its device. Its parameters are set to the parameters of rank 0.
+        task: the task, whose name is used in messages and whose state is compared.
         optimizers: optimizers of the model's parameters.
         shape: batch shape of a step, with `micro_batches`.
         seed: seed of the run.
         device: device of the model.
 
     Raises:
-        UserError: the task takes whole steps, and some ranks would have no micro-batch.
+        UserError: the task defines `take_step`, and some ranks would have no micro-batch.
     """
 
     in_loop = (
@@ -99,9 +101,9 @@ class FixedMicroBatches(Division):
             for name in optimizers.names
         }
         self._index = self._number_of_passes = 0
-        self._unchanged: Unchanged | None = Unchanged(model)  # in the first step
+        self._unchanged: Unchanged | None = Unchanged(model)  # only in the first step
         SharedBuffers(world, model).synchronize()
-        # The model may have drawn its weights from a generator that is not seeded.
+        # The model may have drawn its weights from an unseeded generator.
         broadcast_tensors([*model.parameters()], world)
 
     def wrap(self, computation: Computation, device: torch.device) -> nn.Module:
@@ -111,7 +113,7 @@ class FixedMicroBatches(Division):
         self._index, self._number_of_passes = index, 0
         for gradients in self._gradients.values():
             gradients.clear()
-        if self._task.take_step is not None:  # otherwise no code draws before the first micro-batch
+        if self._task.take_step is not None:  # otherwise, no code draws random numbers before the first micro-batch
             self._draw_as(OUTSIDE)
 
     @contextmanager
@@ -138,9 +140,10 @@ class FixedMicroBatches(Division):
             gradients.end_micro_batch()
 
     def _draw_as(self, micro_batch: int) -> None:
-        """Seed the generators for a micro-batch of the present pass, or for code outside of micro-batches.
+        """Seed the generators for a micro-batch of the current pass, or for code outside of micro-batches.
 
-        Such code is a task's own lines, or an optimizer that draws random numbers, as for Langevin dynamics.
+        Code outside of micro-batches is a task's code, or an optimizer that draws random numbers, e.g. for Langevin
+        dynamics.
         """
         generators.seed(generators.seed_of(self._seed, self._index, self._number_of_passes, micro_batch), gpus=True)
 
@@ -162,13 +165,14 @@ class FixedMicroBatches(Division):
         return total
 
     def everywhere(self, values: np.ndarray, single: np.ndarray) -> np.ndarray:
-        """Return all ranks' values, sorted because a sum depends on their order, and rank 0's single numbers."""
+        """Return the values of all ranks and the single numbers of rank 0. Values are sorted because sums depend on
+        order."""
         found = self._world.gather((values, single))
         return np.concatenate([np.sort(np.concatenate([values for values, _ in found])), found[0][1]])
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         everywhere = torch.cat([part for part in self._world.gather(values.cpu()) if len(part)])
-        return everywhere.double().sort(0).values.mean(0)  # in any order of a task's passes
+        return everywhere.double().sort(0).values.mean(0)  # sorted, so that the order of samples has no effect
 
     @torch.no_grad()
     def reduce_gradients(self, name: str) -> None:
@@ -200,7 +204,7 @@ class FixedMicroBatches(Division):
         return bool(self._world.sum(torch.tensor([held], dtype=torch.int32)).any())
 
     def end(self) -> None:
-        """Check after the first step that the states of the ranks' tasks are equal."""
+        """After the first step, check that the task has the same state on all ranks."""
         if self._unchanged is None:
             return
         self._unchanged = None
@@ -218,10 +222,10 @@ class FixedMicroBatches(Division):
 
 
 def _check_running_statistics(model: nn.Module) -> None:
-    """Refuse layers that keep running statistics, before a step finds that they change.
+    """Reject layers with running statistics, before a step finds that these change.
 
     Raises:
-        UserError: there is such a layer in training mode.
+        UserError: such a layer is in training mode.
     """
     model.train()
     for name, module in model.named_modules():
@@ -238,7 +242,7 @@ def _changes(what: str) -> str:
 
 
 class StateOfMain:
-    """The loader's state as all ranks save it: rank 0's state, which depends only on the position in the run."""
+    """The loader state that all ranks save. It is rank 0's state, which depends only on the position in the run."""
 
     def __init__(self, world: World, loader: Any) -> None:
         self._world = world
@@ -252,11 +256,11 @@ class StateOfMain:
 
 
 class Unchanged:
-    """Find out whether the forward passes of a step change state that `model` keeps for the next step.
+    """Detect whether a step's forward passes change state that `model` keeps for the next step.
 
-    Such state is the weights, the persistent buffers, and the extra state of modules (`get_extra_state`). State that is
-    not in a checkpoint is ignored: a cache may grow, and a run that depends on such a state does not resume exactly
-    either.
+    This state consists of the weights, the persistent buffers, and the extra state of modules (`get_extra_state`).
+    State that is not saved in a checkpoint is ignored, because e.g. a cache may grow. A run that depends on such state
+    would not resume exactly either.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -265,11 +269,11 @@ class Unchanged:
         self._changed: str | None = None
 
     def remember(self) -> None:
-        """Remember the state before the first forward pass."""
+        """Store the state before the first forward pass."""
         self._before = self._kept()
 
     def compare(self) -> None:
-        """Compare the state after the last forward pass."""
+        """Compare the state after the last forward pass with the stored state."""
         now = self._kept()
         changed = (name for name, value in self._before.items() if any(nested_differences(value, now.get(name), name)))
         self._changed = self._changed or next(changed, None)
@@ -284,7 +288,7 @@ class Unchanged:
             raise UserError(_changes(self._changed))
 
     def _kept(self) -> dict[str, Any]:
-        """Return the state by name, with a checksum for each weight, because memory may not suffice for a copy."""
+        """Return the state by name. Weights are replaced by checksums, because memory may not suffice for a copy."""
         found: dict[str, Any] = {f"parameter {name}": _checksum(p) for name, p in self._model.named_parameters()}
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         for name, value in self._model.state_dict().items():
@@ -298,6 +302,6 @@ class Unchanged:
 
 
 def _checksum(parameter: torch.Tensor) -> int:
-    """Return the sum of a parameter's bits, taken as integers."""
+    """Return the sum of a parameter's values, with their bits interpreted as integers."""
     values = parameter.detach().reshape(-1)
     return int(values.view(_WORDS.get(values.element_size(), torch.int64)).sum())

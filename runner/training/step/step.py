@@ -1,4 +1,4 @@
-"""Make one training step: a task's computation over the micro-batches, its updates, and sums over all ranks."""
+"""Train one step: a task's computation over the micro-batches, its updates, and sums over all ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Drawn:
     """A micro-batch from the loader.
 
     Attributes:
-        sources: source number of each sample, int64 (B,); None if not known.
+        sources: source number of each sample, int64 (B,), or None if unknown.
     """
 
     batch: Batch
@@ -44,7 +44,7 @@ class Drawn:
 
 @dataclass
 class Forward:
-    """The model, and a task's computation from it and a batch, on `device` and in the precision of `autocast`."""
+    """Run a task's computation from the model and a batch, on `device` and in the precision of `autocast`."""
 
     world: World
     device: torch.device
@@ -56,11 +56,11 @@ class Forward:
         """Return the output of the task's evaluation step.
 
         Raises:
-            PeerError: another rank has ended or does not answer.
+            PeerError: a different rank has ended or does not answer.
         """
         batch = to_device(batch, self.device)
         with peer_errors(self.world), self.autocast():
-            assert self.task.evaluation_step is not None  # `Task.check_evaluation`
+            assert self.task.evaluation_step is not None  # checked in `Task.check_evaluation`
             return self.task.evaluation_step(self.model, batch)
 
 
@@ -69,15 +69,15 @@ class StepResult:
     """The result of one step over all ranks.
 
     Attributes:
-        values: means of the task's values over the global batch, before the update: `loss` and others, by name.
-        by_source: the same means by source; empty with a single source. A source whose weights sum to 0 is left out.
-        grad_norms: 2-norm of all gradients before clipping, by optimizer.
-        lrs: learning rate of the update (of the first parameter group), by optimizer.
-        samples: number of samples of the global batch.
-        tokens: number of tokens of the global batch; None if the data have none.
+        values: means of the task's values over the global batch, before the update, by name. `loss` is one of them.
+        by_source: the same means by source. Empty with a single source. A source whose weights sum to 0 is omitted.
+        grad_norms: 2-norm of the gradients before clipping, by optimizer.
+        lrs: learning rate of the update in the first parameter group, by optimizer.
+        samples: number of samples in the global batch.
+        tokens: number of tokens in the global batch, or None if the data have no tokens.
         skipped: True if an update was not applied.
         nonfinite: True if the reason was a loss or a gradient that is not finite. False if only a gradient was not
-            finite and gradients are scaled: then the next steps use a smaller scale.
+            finite and gradients are scaled, because the next steps use a smaller scale.
         empty: True if the reason was that the weights of the losses sum to 0.
     """
 
@@ -97,18 +97,18 @@ class StepResult:
 
     @property
     def grad_norm(self) -> float:
-        """Return the norm of the gradients of all optimizers."""
+        """Return the norm of the gradients over all optimizers."""
         return math.hypot(*self.grad_norms.values())
 
 
 @dataclass
 class TrainStep:
-    """Make training steps. `sources` are the names of the sources, by source number.
+    """Train steps. `sources` are the names of the sources, ordered by source number.
 
-    `fixed` divides rank-invariant steps. Without it, each rank computes `accum` micro-batches. `before_update` is
-    called after a step's forward and backward passes, before the weights or an optimizer's state change. `usual_weight`
-    is the usual sum of a micro-batch's weights. Weighted losses are divided by it before their gradients are added up,
-    which keeps the gradients in range until the sum over the step is known.
+    `fixed` divides rank-invariant steps among the ranks. Without it, each rank computes `accum` micro-batches.
+    `before_update` is called after a step's forward and backward passes, before the weights or an optimizer's state
+    change. `usual_weight` is the typical sum of a micro-batch's weights. Weighted losses are divided by it before their
+    gradients are summed, which keeps the gradients in range until the sum of weights over the step is known.
     """
 
     forward: Forward
@@ -138,9 +138,9 @@ class TrainStep:
             of: the task, model and optimizers.
             config: config of the run.
             world: the ranks.
-            now: run state, for the batch shape and the seed of rank-invariant steps.
-            sources: names of the sources whose samples are counted separately.
-            tokens_per_sample: by source, for sources that state it; a float is a mean.
+            now: run state, which has the batch shape and the seed of rank-invariant steps.
+            sources: names of the sources that are counted separately.
+            tokens_per_sample: tokens per sample, by source, for sources that state it. A float is a mean.
 
         Raises:
             UserError: the task cannot be trained on this number of ranks.
@@ -159,7 +159,7 @@ class TrainStep:
     def __post_init__(self) -> None:
         forward, takes_step = self.forward, self.forward.task.take_step is not None
         self.division = self.fixed or Division(forward.world, forward.model, self.optimizers, self.accum, takes_step)
-        self.computation: nn.Module | None = None  # None if the task takes the step
+        self.computation: nn.Module | None = None  # None if the task defines `take_step`
         if not takes_step:
             assert forward.task.training_step is not None
             with peer_errors(forward.world):  # DDP compares the parameters
@@ -168,15 +168,15 @@ class TrainStep:
                 )
 
     def __call__(self, draw: Callable[[], Drawn], index: int = 0) -> StepResult:
-        """Make the step after `index` complete steps.
+        """Train the step that follows `index` completed steps.
 
         Args:
-            draw: returns the next micro-batch.
-            index: number of complete steps, for the task.
+            draw: function that returns the next micro-batch.
+            index: number of completed steps, which is passed to the task.
 
         Raises:
             UserError: the task returned invalid values.
-            PeerError: another rank has ended or does not answer.
+            PeerError: a different rank has ended or does not answer.
         """
         self.forward.model.train()
         self.division.begin(index)
@@ -184,7 +184,7 @@ class TrainStep:
         with peer_errors(self.forward.world), self.forward.autocast():
             (self.forward.task.take_step or self._take_step)(step)
         result = step.result()
-        self.before_update()  # in case no update was applied
+        self.before_update()  # again, in case no update was applied
         with peer_errors(self.forward.world):
             self.division.end()
             if self.average is not None:
@@ -200,12 +200,12 @@ class TrainStep:
             step.update(name)
 
     def agree(self, update: int, logged: Mapping[str, set[int | None]]) -> list[str]:
-        """Return the names of the values that every rank reduces, the same in every step.
+        """Return the names of the values that every rank reduces. They are the same in every step.
 
         Args:
-            update: number of earlier reductions in this step.
+            update: number of previous reductions in this step.
             logged: maps each name that this rank logged to the micro-batches that logged it. A rank without
-                micro-batches has none, and takes the names of the others.
+                micro-batches logs no names, and uses the names of the other ranks.
 
         Raises:
             UserError: the names differ.
@@ -227,7 +227,7 @@ class TrainStep:
         return self._names[update]
 
     def _check_alike(self, logged: Mapping[str, set[int | None]]) -> None:
-        """Check that all micro-batches logged the same values, because each may be on another rank."""
+        """Check that all micro-batches logged values of the same names, because each may be on a different rank."""
         for name, numbers in logged.items():
             if None not in numbers and len(numbers) < self.division.count:
                 raise UserError(
@@ -243,11 +243,11 @@ class TrainStep:
 
 
 class Step:
-    """One training step, passed to a task's `take_step`.
+    """A training step, passed to a task's `take_step`.
 
     Attributes:
         model: the model, in training mode.
-        index: number of complete steps.
+        index: number of completed steps.
         device: device of the model.
     """
 
@@ -269,7 +269,7 @@ class Step:
 
     @property
     def batches(self) -> Iterator[Batch]:
-        """Yield this rank's micro-batches of the step, on the device. A task's `take_step` may iterate again."""
+        """Yield this rank's micro-batches of the step, on the device. A task's `take_step` may iterate repeatedly."""
         division = self._maker.division
         with division.iteration():
             for number in range(division.count):
@@ -292,18 +292,19 @@ class Step:
         return drawn
 
     def backward(self, outputs: Any, optimizer: str | None = None, retain_graph: bool = False) -> None:
-        """Add the gradient of the mean loss to the gradients, and log all values of `outputs`.
+        """Backpropagate the mean loss, accumulating gradients, and log all values in `outputs`.
 
         Args:
             outputs: losses of shape (B,), or a mapping with `loss` (B,) and further values (B,). While `batches` are
-                iterated, a micro-batch counts as its part of the step. If the mapping has `weight` (B,), all values are
-                averaged by these weights, and a micro-batch counts as its part of the step's sum of weights.
-            optimizer: name of the optimizer whose parameters get gradients; None for all trainable parameters. The loss
-                of a named optimizer is logged as `loss_OPTIMIZER`.
+                iterated, each micro-batch contributes its share of the step's mean. If the mapping has `weight` (B,),
+                all values are averaged with these weights, and a micro-batch's share is its part of the step's sum of
+                weights.
+            optimizer: name of the optimizer whose parameters get gradients, or None for all trainable parameters. The
+                loss of a named optimizer is logged as `loss_OPTIMIZER`.
             retain_graph: as in torch.
 
         Raises:
-            UserError: wrong shapes, no such optimizer, or weights that cannot be summed over the step.
+            UserError: a shape is wrong, there is no such optimizer, or the weights cannot be summed over the step.
         """
         maker, current = self._maker, self._current
         known = len(current.sources) if current is not None and current.sources is not None else None
@@ -330,7 +331,7 @@ class Step:
             torch.autograd.backward(maker.optimizers.scale(part), retain_graph=retain_graph, inputs=inputs)
 
     def log(self, name: str, values: Any) -> None:
-        """Log the mean of `values` over the step and all ranks; one value per sample (B,), or a single number."""
+        """Log the mean of `values`, one per sample (B,) or a single number, over the step and all ranks."""
         check_name(self._maker.forward.task.name, str(name))
         self._log(name, values)
 
@@ -352,14 +353,14 @@ class Step:
     def mean(self, values: Any) -> torch.Tensor:
         """Return the mean of `values` over their first dimension and all ranks.
 
-        A task's state is the same on all ranks if it is computed from such means.
+        If a task computes its state from such means, the state is the same on all ranks.
 
         Args:
-            values: one value or more per sample; the same shape on every rank except for the first dimension, the
-                samples.
+            values: one or more values per sample. Every rank must pass the same shape, except for the first dimension
+                (the samples).
 
         Raises:
-            PeerError: another rank has ended or does not answer.
+            PeerError: a different rank has ended or does not answer.
         """
         tensor = self._tensor("mean", values)
         if not tensor.ndim:
@@ -371,17 +372,17 @@ class Step:
         return self._maker.division.mean(tensor).to(tensor.device, kind)
 
     def _check_place(self, call: str) -> None:
-        """Check that a call that involves all ranks is outside of the loop over `batches`, if it must be."""
+        """Check that a call that involves all ranks is outside of the loop over `batches`, if this is required."""
         reason = self._maker.division.in_loop
         if reason is not None and self._current is not None:
             raise UserError(f"{self._maker.forward.task.name}: step.{call} is called {reason}")
 
     def update(self, optimizer: str | None = None) -> bool:
-        """Apply the all-rank gradients of one optimizer and zero them; return False if no update was applied.
+        """Update with the all-rank gradients of one optimizer, and zero them. Return False if no update was applied.
 
         Raises:
-            UserError: there are several optimizers, and none is named.
-            PeerError: another rank has ended or does not answer.
+            UserError: there are several optimizers, and `optimizer` is None.
+            PeerError: a different rank has ended or does not answer.
         """
         maker = self._maker
         optimizers = maker.optimizers
@@ -407,9 +408,9 @@ class Step:
 
     @contextmanager
     def _full_precision(self) -> Iterator[None]:
-        """Disable autocast in the block, and drop its cached copies of the weights afterwards.
+        """Disable autocast in the `with` block, and drop its cached copies of the weights afterwards.
 
-        The copies belong to the weights before an update, and to another graph.
+        The cached copies belong to the weights before an update, and to a different graph.
         """
         if not torch.is_autocast_enabled(self.device.type):
             yield
@@ -419,7 +420,7 @@ class Step:
         torch.clear_autocast_cache()
 
     def _named(self, optimizer: str | None) -> str:
-        """Return the name of the optimizer that a task means."""
+        """Return the name of the optimizer to use: `optimizer`, or the only one."""
         task, names = self._maker.forward.task.name, self._maker.optimizers.names
         if optimizer is None and len(names) == 1:
             return names[0]
@@ -432,15 +433,15 @@ class Step:
         return optimizer
 
     def result(self) -> StepResult:
-        """Return the means over the step. Draw batches that the task did not use, so that the data continue.
+        """Return the means over the step. Also draw the batches that the task did not use, to advance the data order.
 
         Raises:
-            UserError: the task made no update, or gave no loss.
+            UserError: the task made no update, or computed no loss.
         """
         maker = self._maker
         while self._drawn_so_far < maker.division.count:
             self._next()
-        if self._tally.waits or self._keeps:  # also if only another rank has logged values
+        if self._tally.waits or self._keeps:  # even if only a different rank has logged values
             self._tally.reduce()
         if not self._grad_norms:
             raise UserError(f"{maker.forward.task.name}.take_step made no update: call step.update()")

@@ -1,4 +1,4 @@
-"""Collect the values that a step logs, by name and source, and sum them over micro-batches and ranks."""
+"""Collect the values logged in a step by name and source, and sum them over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from runner.training.step.division import Division
 from runner.training.step.tasks import check_weights
 
-COUNTS = 3  # samples, tokens, batches without tokens
+COUNTS = 3  # number of counts: samples, tokens, batches without tokens
 OUTSIDE = " (outside of step.batches)"
 WEIGHTED = " (weighted)"
 
 
 @dataclass
 class _Part:
-    """The values of one call, from a micro-batch (`number` on this rank) or from outside (None)."""
+    """The values logged in one call. `number` is the micro-batch on this rank, or None outside of micro-batches."""
 
     values: torch.Tensor
     sources: np.ndarray | None
@@ -30,7 +30,7 @@ class _Part:
 
 
 _Logged = tuple[_Part, np.ndarray, np.ndarray | None]
-"""A part, its values on the CPU, and its weights on the CPU."""
+"""A part, with its values and weights copied to the CPU."""
 
 
 @dataclass
@@ -39,15 +39,15 @@ class Tally:
 
     Args:
         division: divides the step among the ranks.
-        sources: number of sources; 1 if they are not known.
-        agree: called with the number of earlier reductions and, for each name, the micro-batches of this rank that
-            logged it; returns the names of all ranks.
+        sources: number of sources, or 1 if they are unknown.
+        agree: function that returns the names of all ranks. It is called with the number of previous reductions and,
+            for each name, the micro-batches of this rank that logged it.
         task: name of the task, for messages.
 
     Attributes:
-        sums: by name, sums and counts by source, float64 (2, sources + 1). The last column is for values without a
-            source. For values with weights: sums of weight times value, and of weights.
-        counts: number of samples, of tokens, and of batches without tokens.
+        sums: sums and counts by source, float64 (2, sources + 1), for each name. The last column is for values without
+            a source. For weighted values, these are the sums of weight * value and the sums of weights.
+        counts: number of samples, number of tokens, and number of batches without tokens.
     """
 
     division: Division
@@ -76,8 +76,8 @@ class Tally:
             name: name of the values.
             values: one per sample, shape (N,), or a single number.
             sources: source number of each sample, if known.
-            number: number of the micro-batch on this rank, from 0; None outside of micro-batches.
-            weight: weight of each sample of a micro-batch, shape (N,); None counts each once.
+            number: number of the micro-batch on this rank, from 0, or None outside of micro-batches.
+            weight: weight of each sample of a micro-batch, shape (N,). If None, each weight is 1.
         """
         known = sources if sources is not None and values.ndim and len(sources) == len(values) else None
         label = name + (OUTSIDE if number is None else "" if weight is None else WEIGHTED)
@@ -89,17 +89,17 @@ class Tally:
 
     @property
     def waits(self) -> bool:
-        """Return True if values were logged since the last sum."""
+        """Return True if values were logged since the last call of `reduce`."""
         return bool(self._parts)
 
     def reduce(self) -> dict[str, float]:
-        """Add the values and counts since the last call to the sums of the step, over all ranks.
+        """Sum the values and counts since the last call over all ranks, and add them to the sums of the step.
 
         Returns:
             The sum of the weights since the last call, by name, for values that were logged with weights.
 
         Raises:
-            UserError: the ranks logged different names, or a weight is below 0 or not finite.
+            UserError: the ranks logged different names, or a weight is negative or not finite.
         """
         labels = self.agree(
             self._updates, {label: {part.number for part in parts} for label, parts in self._parts.items()}
@@ -128,7 +128,7 @@ class Tally:
         return weighed
 
     def _values(self, labels: list[str]) -> list[tuple[str, list[_Logged]]]:
-        """Return the parts of each label with their values and weights, copied from the device in one transfer."""
+        """Return the parts of each label, with values and weights copied from the device in a single transfer."""
         parts = [(label, part) for label in labels for part in self._parts.get(label, ())]
         tensors = [tensor.double().reshape(-1) for _, part in parts for tensor in part.tensors()]
         ends = np.cumsum([len(each) for each in tensors])

@@ -1,4 +1,4 @@
-"""Create the task, the user's computation of a training step and an evaluation, and check its results."""
+"""Create the task, which is the user's computation for training and evaluation, and check its results."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from runner.errors import CheckpointError, UserError, nearest
 Batch = Any
 Compute = Callable[[nn.Module, Batch], Any]
 TakeStep = Callable[[Any], None]
-"""Called with a `runner.training.step.step.Step`, whose module imports this one. So its type is not named here."""
+"""Function called with a `runner.training.step.step.Step`. It is not named here because its module imports this one."""
 METHODS = ("training_step", "evaluation_step", "take_step")
 WEIGHT = "weight"
-"""The key under which a task returns the weights of its samples, such as numbers of tokens."""
+"""Key under which a task returns the weights of its samples, e.g. numbers of tokens."""
 FOR_METRICS = ("preds", "target")
-"""Keys of an evaluation's output that go to the metrics, in any shape, and are not averaged."""
+"""Keys of an evaluation's output that are passed to the metrics, with any shape, and are not averaged."""
 RESERVED = ("step", "lr", "samples_seen", "tokens_seen", "grad_norm", "skipped", "digest", "sources")
-"""Keys of a step's record that a task cannot use."""
+"""Keys of a step's record that a task may not use."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,14 @@ class Task:
 
     Attributes:
         name: name of the class or function, for messages.
-        training_step: maps (model, batch) to losses (B,), or to a mapping with `loss` (B,) and further values (B,),
-            which are averaged by `weight` (B,) if the mapping has one. None if the task takes whole steps.
-        evaluation_step: the same for held-out data; the mapping may hold further tensors, for metrics. None if the task
-            cannot be evaluated.
-        take_step: makes whole steps, with their updates; None for forward, backward and one update.
-        state: the object whose state is saved and restored with the run; None if the task has no state.
+        training_step: function that maps (model, batch) to losses (B,), or to a mapping with `loss` (B,) and further
+            values (B,). The values are averaged with `weight` (B,) if the mapping has this key. None if the task has
+            `take_step`.
+        evaluation_step: the same for held-out data. The mapping may contain further tensors for metrics. None if the
+            task cannot be evaluated.
+        take_step: function that performs complete steps, including updates. If None, a step is forward, backward and
+            one update.
+        state: the object whose state is saved and restored with the run, or None if the task has no state.
     """
 
     name: str
@@ -52,10 +54,10 @@ class Task:
     state: Stateful | None = None
 
     def check_state(self) -> None:
-        """Check that a checkpoint can hold the task's state.
+        """Check that the task's state can be saved in a checkpoint.
 
         Raises:
-            UserError: it cannot; the message names the entry.
+            UserError: the state cannot be saved. The message names the entry.
         """
         if self.state is None:
             return
@@ -70,16 +72,16 @@ class Task:
         """Check that the task can be evaluated.
 
         Raises:
-            UserError: it cannot.
+            UserError: the task cannot be evaluated.
         """
         if self.evaluation_step is None:
             raise UserError(f"{self.name} has no evaluation_step(model, batch): define it, or set eval.every_steps=0")
 
     def restore(self, states: Sequence[dict[str, Any]], rank: int) -> None:
-        """Restore the state that this rank saved. A new rank takes the state of rank 0.
+        """Restore the state that this rank saved. A new rank gets the state of rank 0.
 
         Raises:
-            UserError: the task does not accept it.
+            UserError: the task does not accept the state.
         """
         if self.state is None or not states:
             return
@@ -93,15 +95,15 @@ class Task:
 
     @staticmethod
     def of(compute: Compute, name: str = "the loss") -> Task:
-        """Create a task from a function (model, batch), for both training and evaluation."""
+        """Create a task from a function (model, batch), which is used for both training and evaluation."""
         return Task(name, compute, compute)
 
 
 def build_task(config: Config) -> Task:
-    """Create the config's task: `train.loss` if that names a function, otherwise `task`.
+    """Create the config's task: `train.loss` if it names a function, otherwise `task`.
 
     Raises:
-        UserError: it cannot be created, lacks a required method, or cannot be trained with the strategy.
+        UserError: the task cannot be created, lacks a required method, or cannot be trained with the strategy.
     """
     key, node = ("train.loss", config.train.loss) if config.train.loss else ("task", config.task)
     if not node.get("_target_"):
@@ -145,14 +147,14 @@ class PerSample:
 
     Attributes:
         values: tensors of shape (B,) by name, `loss` first.
-        weight: weights of the samples, shape (B,), detached; None counts each once.
+        weight: weights of the samples, shape (B,), detached. If None, each weight is 1.
     """
 
     values: dict[str, torch.Tensor]
     weight: torch.Tensor | None = None
 
     def weighted_sum(self) -> torch.Tensor:
-        """Return the sum of the losses, each times its weight, in float32 or better."""
+        """Return the weighted sum of the losses, in at least float32 precision."""
         assert self.weight is not None
         loss = self.values["loss"]
         kind = torch.promote_types(loss.dtype, torch.float32)
@@ -163,8 +165,8 @@ def per_sample(name: str, outputs: Any, samples: int | None) -> PerSample:
     """Return the values of each sample from a task's output.
 
     Args:
-        name: the task, for messages.
-        outputs: losses, or a mapping with `loss`. Tensors of more dimensions, and keys in `FOR_METRICS`, are left out.
+        name: name of the task, for messages.
+        outputs: losses, or a mapping with `loss`. Tensors with more dimensions, and keys in `FOR_METRICS`, are skipped.
         samples: B, if known.
 
     Raises:
@@ -193,11 +195,11 @@ def check_weights(name: str, weights: np.ndarray) -> None:
     """Check the weights that a task returned, once they are on the CPU.
 
     Args:
-        name: the task, for messages.
+        name: name of the task, for messages.
         weights: float64, of any shape.
 
     Raises:
-        UserError: a weight is below 0 or not finite.
+        UserError: a weight is negative or not finite.
     """
     wrong = weights[~((weights >= 0) & np.isfinite(weights))]
     if wrong.size:
@@ -205,14 +207,14 @@ def check_weights(name: str, weights: np.ndarray) -> None:
 
 
 def check_name(name: str, key: str) -> None:
-    """Check that a value may have the name `key` among the metrics.
+    """Check that a task may log a metric named `key`.
 
     Args:
-        name: the task, for messages.
+        name: name of the task, for messages.
         key: name of the value.
 
     Raises:
-        UserError: the name is not printable, or the runner's own records use it.
+        UserError: the name is not printable, or the runner's records already use it.
     """
     if not key.isprintable() or not key.strip():
         raise UserError(f"{name} gave a value named {key!r}: choose a printable name")

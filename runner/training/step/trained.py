@@ -1,4 +1,4 @@
-"""Build the parts of an attempt that are trained: task, model, averaged weights, optimizers."""
+"""Build the objects that an attempt trains: task, model, averaged weights and optimizers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runner.training.step.tasks import Task
 
 @dataclass(frozen=True)
 class Trained:
-    """The parts of an attempt that learn.
+    """The objects that an attempt trains: task, model, averaged weights and optimizers.
 
     Attributes:
         bare: the model without wrappers.
@@ -36,11 +36,11 @@ class Trained:
 
     @staticmethod
     def build(task: Task, config: Config, run: RunDir, world: World, device: torch.device) -> Trained:
-        """Build model, average and optimizers for `task`. A new run begins with the weights of `init_from`.
+        """Build the model, averaged weights and optimizers for `task`. A new run loads the weights of `init_from`.
 
         Raises:
-            UserError: the config does not fit the model.
-            PeerError: another rank has ended or does not answer.
+            UserError: the config does not match the model.
+            PeerError: a different rank has ended or does not answer.
         """
         bare = build.model(config)
         start_warm(bare, config, run, world)

@@ -1,4 +1,4 @@
-"""Sum the weights that a task returns with its losses; the gradients of a step are divided by the sum."""
+"""Sum the weights that a task returns with its losses. The gradients of a step are divided by the sum."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from runner.errors import UserError
 
 
 class Weights:
-    """The sums of the weights over all ranks, for the coming updates.
+    """The sums of loss weights over all ranks, for the next updates.
 
     Args:
         task: name of the task, for messages.
@@ -25,12 +25,12 @@ class Weights:
         """Check that all gradients of an update can share one sum of weights.
 
         Args:
-            optimizer: name of the optimizer whose parameters get gradients from a loss; None for all.
+            optimizer: name of the optimizer whose parameters get gradients from the loss, or None for all optimizers.
             weighted: True if the loss has weights.
-            micro_batch: number of the micro-batch; None outside of `step.batches`.
+            micro_batch: number of the micro-batch, or None outside of `step.batches`.
 
         Raises:
-            UserError: they cannot.
+            UserError: the gradients cannot share one sum.
         """
         for name in self._seen if optimizer is None else (optimizer,):
             seen = self._seen[name]
@@ -46,18 +46,18 @@ class Weights:
         return UserError(f"{self._task} returned a weight {when}")
 
     def add(self, sums: Mapping[str, float]) -> None:
-        """Add the sums since the last update, by the names under which losses are logged."""
+        """Add the sums of weights since the last update. The keys are the names under which losses are logged."""
         for label, weight in sums.items():
             for name in self._seen:
                 if label in ("loss", f"loss_{name}"):
                     self._sums[name] = self._sums.get(name, 0.0) + weight
 
     def take(self, optimizer: str) -> float | None:
-        """Return and remove the sum for an update; None if its losses have no weights."""
+        """Return and remove the sum of weights for an update, or None if its losses have no weights."""
         self._seen[optimizer].clear()
         return self._sums.pop(optimizer, None)
 
 
 def mean(total: float, count: float) -> float:
-    """Divide a sum by a count; return nan if the count is 0."""
+    """Divide a sum by a count. Return nan if the count is 0."""
     return float(total / count) if count else math.nan
