@@ -165,8 +165,7 @@ class FixedMicroBatches(Division):
         return total
 
     def everywhere(self, values: np.ndarray, single: np.ndarray) -> np.ndarray:
-        """Return the values of all ranks and the single numbers of rank 0. Values are sorted because sums depend on
-        order."""
+        """Return rank 0's single numbers and all ranks' values. These are sorted because sums depend on the order."""
         found = self._world.gather((values, single))
         return np.concatenate([np.sort(np.concatenate([values for values, _ in found])), found[0][1]])
 
