@@ -17,7 +17,7 @@ LOST = frozenset({"preempted", "killed", "node failure", "requeued", "time limit
 class AdaptiveInterval:
     """The interval between saves that minimizes lost time, computed from measurements.
 
-    If saves are rare, a kill loses much work. If they are frequent, they take much time. The formula is from J. T.
+    If saves are rare, a kill loses much work. If saves are frequent, saving takes much time. The formula is from J. T.
     Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (2006), eq. 37. In seconds, C
     is the time that a save stalls training, and M is the mean time between losses:
 

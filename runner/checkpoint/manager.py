@@ -55,8 +55,8 @@ class TrainStateManager:
 
     Args:
         directory: the checkpoint directory. The first save creates it.
-        fingerprint: JSON values that must match the fingerprint in a checkpoint, or it is not loaded. Keys that only
-            one of the two fingerprints has are not compared.
+        fingerprint: JSON values. A checkpoint is loaded only if the fingerprint saved with it has the same values. Keys
+            that only one of the two fingerprints has are not compared.
         keep_last: keep this many of the newest checkpoints; see `Retention`.
         keep_every_steps: also keep checkpoints at multiples of this step.
         keep_best: also keep this many checkpoints with the best values of `best_metric`.

@@ -169,7 +169,7 @@ def beginning(job: Job) -> Iterator[None]:
 
 
 def _yield_if_passing(job: Job, error: UserError | OSError | ImportError) -> bool:
-    """Call `job.yield_verdict` if `error` is a file system failure, which may be transient. Return True on a restart.
+    """Yield the job's verdict if `error` may be a transient file system failure. Return True if the job restarts.
 
     The Python environment may be on the same file system. So an import that fails now may succeed at the next start.
     """
@@ -185,7 +185,7 @@ def _yield_if_passing(job: Job, error: UserError | OSError | ImportError) -> boo
 def _leased(
     run: RunDir, job: Job, world: World, config: Config, held: Lease | None
 ) -> AbstractContextManager[Lease | None]:
-    """Return the lease of the run directory on rank 0, and an empty context on the other ranks.
+    """Return the lease of the run directory on rank 0, and a null context on the other ranks.
 
     A lease that is acquired here is released at the end of the context.
     """
@@ -464,7 +464,7 @@ class _Attempt:
         return self.world.run_on_main(lambda: self._record_interrupt(step))
 
     def _break_off(self) -> ExitStatus:
-        """End after a signal in a step that cannot be completed. The last saved state is kept.
+        """End after a signal during a step that cannot be completed. The run resumes from the last saved state.
 
         The ranks may be at different points of the step, so they communicate no more. Each rank exits independently.
         """

@@ -69,7 +69,7 @@ class Evaluator:
         self._evaluation = Evaluation(forward, sets, build_metrics(config, device), config.seed)
 
     def results(self, chosen: Intact, stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """Return the results of a verified checkpoint, or None if `stop()` returned True, the same on every rank.
+        """Return the results of a verified checkpoint, or None if `stop()` returned True. All ranks must agree on it.
 
         Raises:
             UserError: the checkpoint does not match the model, or the task or a metric cannot be used.
@@ -140,7 +140,7 @@ class Work:
         """Evaluate the missing checkpoints. Return False if a signal stopped this before the end.
 
         Raises:
-            UserError: there is no such checkpoint, or the config does not match the data, model or metrics.
+            UserError: the requested checkpoint does not exist, or the config does not match the data, model or metrics.
             UnreadableError: a checkpoint cannot be read from disk. The remaining checkpoints were evaluated.
         """
         steps = self.world.run_on_main(self._begin)
@@ -162,7 +162,7 @@ class Work:
         return True
 
     def _begin(self) -> list[int]:
-        with refused_in(self.run.evaluations):  # before computing anything
+        with refused_in(self.run.evaluations):  # report errors before computing anything
             files.make_dirs_in(self.run.path, self.run.evaluations)
         return wanted(self.run, self.request)
 
@@ -249,7 +249,7 @@ def attempt(directory: str | os.PathLike[str], job: Job) -> int:
 
     A job that is asked to stop ends after the current batch, and is requeued if the cause of the stop requires it. A
     start succeeds once a checkpoint is evaluated, or if there is no checkpoint to evaluate. A job that is killed three
-    times in a row before that is not restarted.
+    times in a row before a successful start is not restarted.
     """
     STOP.install()
     path = Path(directory).absolute()
@@ -319,7 +319,7 @@ def wanted(run: RunDir, request: Request, on_corruption: Callable[[Candidate, st
             description of its corruption.
 
     Raises:
-        UserError: there is no such checkpoint.
+        UserError: the requested checkpoint does not exist.
     """
     if request.step == ALL:
         steps = committed(run)

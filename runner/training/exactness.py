@@ -66,8 +66,8 @@ def inexact(config: Config, device: torch.device, now: RunState, before: RunStat
     Args:
         config: the config of the run.
         device: the device of this rank.
-        now: the state of this attempt.
-        before: the state in the resumed checkpoint, or None for a new run.
+        now: the run state of this attempt.
+        before: the run state in the resumed checkpoint, or None for a new run.
     """
     found = []
     if device.type == "cuda" and not config.train.deterministic:

@@ -37,7 +37,7 @@ class Loaded:
     """A run's model with the weights of a checkpoint.
 
     Attributes:
-        model: in evaluation mode, on the requested device.
+        model: the model, in evaluation mode and on the requested device.
         config: the config of the run.
         step: step of the checkpoint.
         averaged: True if these are the averaged weights (`train.ema_decay`).
@@ -83,7 +83,7 @@ def load(
         raw: if True, load the trained weights even if the run has averaged weights.
 
     Raises:
-        UserError: there is no such run or checkpoint, or the model cannot be created.
+        UserError: the run or the checkpoint does not exist, or the model cannot be created.
         CheckpointError: the checkpoint is corrupt, or does not match the model.
     """
     found = run_dir(run)

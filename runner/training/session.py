@@ -83,7 +83,7 @@ class Session:
         return self.trainer.paused
 
     def train(self, steps: int | None = None, pause: int | None = None, metric: str | None = None) -> bool:
-        """Train to `steps`, by default to the end of the run. Return False if a signal came before that.
+        """Train to `steps`, by default to the end of the run. Return False if a signal arrived before that.
 
         All files are closed at the end, even after an error.
 
@@ -136,7 +136,7 @@ class _Restored:
         datasets: sources by name.
         state: the train state; empty for a new run.
         saved: the runner's own entries in the train state; None for a new run.
-        run_state: the same entries for this attempt.
+        run_state: the runner's entries for this attempt.
     """
 
     datasets: dict[str, Any]

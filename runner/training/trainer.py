@@ -74,7 +74,7 @@ class Trainer:
         self.train_step.before_update = self._finish_copy
 
     def run(self, steps: int, pause: int | None = None, metric: str | None = None) -> bool:
-        """Train and evaluate up to step `steps`. Return False if a signal came before that.
+        """Train and evaluate up to step `steps`. Return False if a signal arrived before that.
 
         Early stopping or a callback may end the run earlier. Then `early_end` holds the reason. The final state is
         always saved and committed.
@@ -86,7 +86,7 @@ class Trainer:
                 the first step.
 
         Raises:
-            TrainingError: a non-finite loss, or the data ended.
+            TrainingError: a loss is not finite, or the data ended.
             SupersededError: a newer attempt holds the lease.
             PeerError: a different rank has ended or does not answer.
             CallbackError: a callback raised, and train.on_callback_error=stop is set.
@@ -107,7 +107,7 @@ class Trainer:
             names = {} if self.ending.nodes else judged
             self.evaluation.check_names({**names, "checkpoint.best.metric": best})
         self.callbacks.start(self.step)
-        self._agree()  # a signal may have come while the session was opened
+        self._agree()  # a signal may have arrived while the session was opened
         self.account.switch("steps")
         while True:
             self.check_fence()
@@ -140,7 +140,7 @@ class Trainer:
         """Train one step and record it.
 
         Raises:
-            TrainingError: a non-finite loss, or the data ended.
+            TrainingError: a loss is not finite, or the data ended.
         """
         if self.consumption.enter_step(self.step):
             self._batches = None

@@ -295,7 +295,7 @@ def choose(
             its corruption.
 
     Raises:
-        UserError: there is no such checkpoint.
+        UserError: the requested checkpoint does not exist.
         CheckpointError: the checkpoint is corrupt.
     """
     if which == LAST:
@@ -341,7 +341,7 @@ def judged(store: Store, found: Iterable[Candidate]) -> list[Candidate]:
 
 
 def best(judged: Sequence[Candidate]) -> Candidate | None:
-    """Return the best checkpoint, or None if none has a metric. The newest one with a metric sets the rule."""
+    """Return the best checkpoint, or None if none has a metric. The newest one with a metric sets the mode."""
     manifests = [one.manifest for one in judged if one.manifest and one.manifest.metric is not None]
     if not manifests:
         return None

@@ -119,8 +119,8 @@ class HashingFile:
 class NewFiles:
     """Write new files in one directory, one after another, and make them durable together.
 
-    Writeback of all files starts before the first fsync, so that the disk writes all of them while it waits. As a
-    context manager, this object closes files that were not synced.
+    Writeback of all files starts before the first fsync, so that the disk is already writing all of them during the
+    first fsync. As a context manager, this object closes files that were not synced.
 
     Args:
         directory: directory of the files.

@@ -136,7 +136,7 @@ class Directory:
             _log.warning(f"checkpoint {name} is {mark} ({why}) and cannot be set aside ({error.strerror})")
 
     def delete(self, name: str) -> None:
-        """Delete a checkpoint atomically, unless it is pinned. A partly deleted one never has its name.
+        """Delete a checkpoint atomically, unless it is pinned. No process sees a partly deleted checkpoint.
 
         Raises:
             SupersededError: a newer attempt holds the lease; nothing was changed.
@@ -217,7 +217,7 @@ def store_of(run: RunDir, fence: Fence = NOBODY) -> Store:
 def leftovers(directory: Path) -> list[Path]:
     """List temporary directories of saves and deletions that are in progress or were killed."""
     named = (directory / name for name in Directory(directory).names() if _TEMPORARY.fullmatch(name))
-    # The runner creates only directories with these names, so other entries with these names are left unchanged.
+    # The runner gives these names only to directories, so files and links with such names are ignored.
     return sorted(path for path in named if files.is_dir(path) and not files.is_link(path))
 
 

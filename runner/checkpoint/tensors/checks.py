@@ -116,7 +116,7 @@ def check_model(reader: CheckpointReader, tensors: Tensors, where: str, prefix: 
 
 
 def check_average(reader: CheckpointReader, tensors: Tensors | None, where: str) -> None:
-    """Compare the saved averaged weights with this run's `tensors`, or None if the run has no averaged weights.
+    """Compare the saved averaged weights with this run's `tensors`, which are None if the run averages no weights.
 
     Raises:
         MismatchError: exactly one of the checkpoint and the run has averaged weights, or the weights differ.

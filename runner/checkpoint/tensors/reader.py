@@ -198,7 +198,7 @@ def load_train_state(at: Stored, manifest: Manifest) -> dict[str, Any]:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the line of torch's `weights_only` error that names the refused class, or else the first line."""
+    """Return the line of torch's `weights_only` error that names the rejected class, or else the first line."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if "GLOBAL" in line or "WeightsUnpickler error" in line]
     return " ".join([*named, *lines, type(error).__name__][0].split())[:160]

@@ -176,7 +176,7 @@ def snapshot(value: Any, path: _Path = "train state") -> Any:
     raise an error now, not at the resume.
 
     Raises:
-        CheckpointError: `value` contains another type. The message names the entry and its type.
+        CheckpointError: `value` contains an object of an unsupported type. The message names the entry and its type.
     """
     if type(value) in _ATOMS:
         return value

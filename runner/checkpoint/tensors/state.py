@@ -30,7 +30,8 @@ class Stateful(Protocol):
 
 
 class OptimizerLike(Protocol):
-    """The parts of an optimizer that a checkpoint needs. Several optimizers combined also define a `class_name`."""
+    """The parts of an optimizer that a checkpoint needs. A combination of several optimizers also has a
+    `class_name`."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
