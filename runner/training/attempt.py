@@ -255,7 +255,7 @@ class _Attempt:
         """Join the process group, if there are several ranks.
 
         Raises:
-            PeerError: a different rank did not join, or does not answer.
+            PeerError: another rank did not join or does not respond.
         """
         if self.world.size == 1:
             return

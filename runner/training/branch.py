@@ -36,7 +36,7 @@ def take_over(run: RunDir, trunk: RunDir, step: int, fence: Fence) -> None:
         SupersededError: a newer attempt holds the lease of the branch.
         OSError: the file system returned an error.
     """
-    # A different machine may have just trained the branch. Do not replace its records.
+    # Another machine may have just trained the branch. Do not replace its records.
     with suppress(FileNotFoundError):
         files.look_anew(run.checkpoints)
     if run.newest_step():

@@ -88,7 +88,7 @@ class Trainer:
         Raises:
             TrainingError: a loss is not finite, or the data ended.
             SupersededError: a newer attempt holds the lease.
-            PeerError: a different rank has ended or does not answer.
+            PeerError: another rank has exited or does not respond.
             CallbackError: a callback raised, and train.on_callback_error=stop is set.
         """
         try:

@@ -88,10 +88,9 @@ class Directory:
     def look_anew(self) -> None:
         """Refresh the directory, so that the next listing is current.
 
-        Without this, checkpoints that a different machine committed may be missing from the listing; see
-        `files.look_anew`.
+        Without this, checkpoints that another machine committed may be missing from the listing; see `files.look_anew`.
         """
-        with contextlib.suppress(OSError):  # the directory may not exist yet, or may belong to a different user
+        with contextlib.suppress(OSError):  # the directory may not exist yet, or may belong to another user
             files.look_anew(self.path)
 
     def names(self) -> list[str]:
@@ -193,7 +192,7 @@ class Directory:
         return loose_modes(self.path)
 
     def prepare(self) -> None:
-        """Create the directory and make it durable, even if a different process created it."""
+        """Create the directory and make it durable, even if another process has created it."""
         if self._prepared and files.is_dir(self.path):
             return
         self._fence.check()  # do not recreate the directory of a run that was moved or removed

@@ -127,7 +127,7 @@ class Store(Place, Protocol):
         """Return a new save of a checkpoint with this name. The caller must call `begin`."""
 
     def writer(self, path: Path) -> Writer:
-        """Return a writer for the files of a save at `path`, which this rank or a different one has begun."""
+        """Return a writer for the files of a save at `path`, which this rank or another one has begun."""
 
     def set_aside(self, name: str, mark: str, why: str) -> None:
         """Rename a checkpoint to `name.mark`, or a similar unused name. Log a warning, even if renaming fails.

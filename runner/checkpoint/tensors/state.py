@@ -30,8 +30,7 @@ class Stateful(Protocol):
 
 
 class OptimizerLike(Protocol):
-    """The parts of an optimizer that a checkpoint needs. A combination of several optimizers also has a
-    `class_name`."""
+    """The parts of an optimizer that a checkpoint needs. A combination of several also has a `class_name`."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -340,7 +339,7 @@ def restore_train_state(
     restores its own generators and its part of the dataloader state; see `rng_for_rank`.
 
     Args:
-        state: result of `TrainStateManager.load` or `build_train_state`; empty at a fresh start.
+        state: result of `TrainStateManager.load` or `build_train_state`; empty for a new run.
         scheduler: scheduler to restore, if any.
         dataloader: dataloader to restore, if any.
 
@@ -384,7 +383,7 @@ def _dataloader_state(dataloader: Any, by_rank: list[StateDict], rank: int, worl
     """
     can_split = hasattr(dataloader, "aggregate_state_dict") and hasattr(dataloader, "deaggregate_state_dict")
     aggregated = dataloader.aggregate_state_dict(by_rank) if can_split and max(len(by_rank), world_size) > 1 else None
-    if aggregated is not None:  # even on as many ranks, because the number of workers may differ
+    if aggregated is not None:  # even on the same number of ranks, because the number of workers may differ
         split: StateDict = dataloader.deaggregate_state_dict(aggregated, rank, world_size)
         return split
     if world_size == len(by_rank):

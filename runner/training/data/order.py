@@ -224,7 +224,7 @@ def with_steps(config: Config, sizes: Sequence[int], shapes: Sequence[BatchShape
     Args:
         config: config of the run.
         sizes: number of samples of each source.
-        shapes: batch shapes of the steps so far, and last the shape of the next step. After a change of shape, the
+        shapes: batch shapes of the steps so far, followed by the shape of the next step. After a change of shape, the
             number of remaining steps is computed from the remaining samples.
 
     Raises:

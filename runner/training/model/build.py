@@ -58,8 +58,7 @@ def model(config: Config) -> nn.Module:
     """Create the model with the same initial weights on every rank, and freeze the parameters of frozen groups.
 
     Raises:
-        UserError: the model cannot be created, or the config assigns parameters that the model does not have to an
-            optimizer.
+        UserError: the model cannot be created, or the config's optimizers name parameters that the model does not have.
     """
     seed_everything(config.seed)
     module = instantiate("model", config.model)

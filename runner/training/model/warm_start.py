@@ -31,7 +31,7 @@ ABSENT = "not in the model"
 
 @dataclass(frozen=True)
 class Source:
-    """Weights by name, and the place where they come from.
+    """Weights by name, with a description of their source.
 
     Attributes:
         text: description of the source, for messages.

@@ -218,8 +218,8 @@ class GradientSum:
     def end_pass(self) -> None:
         """End the sum of a pass. Call this before the ranks exchange anything else.
 
-        A different rank may be waiting in its backward pass for a bucket from this rank. So this begins the exchange of
-        all remaining buckets of trained parameters, even on a rank without micro-batches.
+        Another rank may be waiting in its backward pass for a bucket from this rank. So this begins the exchange of all
+        remaining buckets of trained parameters, even on a rank without micro-batches.
         """
         while self._sends_early and self._next < len(self._buckets) and self._buckets[self._next].trained:
             self._begin_exchange(0)
@@ -250,7 +250,7 @@ class GradientSum:
         """Set each parameter's gradient to the sum over all ranks, micro-batches and passes.
 
         Raises:
-            PeerError: a different rank has ended or does not answer.
+            PeerError: another rank has exited or does not respond.
         """
         total: list[Gradients] | None = None
         for number in range(self._passes):

@@ -1,9 +1,9 @@
 """Detect that training makes no progress, and find out what all ranks are doing.
 
-The main thread of a live process may be stuck: in a file system, a loader worker, a collective that a different rank
-does not join, or an infinite loop of a user's code. So a thread on each rank watches the steps, even with a single
-rank. Some activities may take any time; see `STEP_PHASES`. The activities of other ranks are considered too, because
-this rank waits for them. While a rank sends no heartbeat, only `PeerWatch` decides.
+The main thread of a live process may be stuck: in a file system, a loader worker, a collective that another rank does
+not join, or an infinite loop of a user's code. So a thread on each rank watches the steps, even with a single rank.
+Some activities may take any time; see `STEP_PHASES`. The activities of other ranks are considered too, because this
+rank waits for them. While a rank sends no heartbeat, only `PeerWatch` decides.
 
 The first rank that detects a hang reports it in its next heartbeat. The other ranks then put their stack traces into
 the job's key-value store. Rank 0, which has the attempt log, collects them from the store.
@@ -39,7 +39,7 @@ LONG_CODE = {
     "bdb": "debugger",
     "pydevd": "debugger",
 }
-"""Modules whose work may also take any time, at any point of a step."""
+"""Modules that may also run for any length of time, at any point of a step."""
 TIMES_MEDIAN = 20
 LOOKS = 60
 """Number of checks within the timeout."""
@@ -94,7 +94,7 @@ class Hang:
 
 
 class HangWatch:
-    """Watch the thread that enters this context manager, until the thread exits from it.
+    """Watch the thread that enters this context manager, until it exits the context.
 
     Args:
         world: the ranks.
@@ -156,7 +156,7 @@ class HangWatch:
         return next((phase for module, phase in LONG_CODE.items() if module in running), self._account.activity)
 
     def look(self) -> bool:
-        """Return True if this rank or a different one has found that training hangs."""
+        """Return True if this rank or another one has found that training hangs."""
         now = clock.monotonic()
         elapsed, self._looked = now - self._looked, now
         signs = self._peers.signs()
@@ -174,7 +174,7 @@ class HangWatch:
                         return
 
     def _examine(self) -> Hang:
-        """Describe what all ranks are doing, as far as they answer in time."""
+        """Describe what all ranks are doing, if they answer in time."""
         with suppress(OSError):  # this ends the process even if this thread is blocked too
             processes.end_after(int(ANSWER_S) + LEAVE_S, int(ExitStatus.FAILED))
         own = self._doing()

@@ -84,7 +84,7 @@ def synchronized(computation: Computation, world: World, device: torch.device) -
 def _is_sharded(model: nn.Module) -> bool:
     """Check whether FSDP2 shards a model, without importing FSDP2, which is slow.
 
-    A different thread may be importing FSDP2 for a save. In that case, no model is sharded yet.
+    Another thread may be importing FSDP2 for a save. In that case, no model is sharded yet.
     """
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return kind is not None and isinstance(model, kind)
@@ -162,7 +162,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], world: World) -> None:
     """Set `tensors` on all ranks to the values of rank 0.
 
     Raises:
-        PeerError: another rank has ended or does not answer.
+        PeerError: another rank has exited or does not respond.
     """
     portions = (portion for kind in alike(tensors) for portion in packed(kind, AT_A_TIME, torch.Tensor.numel))
     for group in portions if world.size > 1 else ():
@@ -196,7 +196,7 @@ class SharedBuffers:
         """Send rank 0's buffers to all ranks, if there are buffers and several ranks.
 
         Raises:
-            PeerError: another rank has ended or does not answer.
+            PeerError: another rank has exited or does not respond.
         """
         # Look up the buffers each time, because a module may replace a buffer instead of changing it in place.
         found = {id(b): b for module, name in self._places if (b := module._buffers[name]) is not None}

@@ -1,4 +1,4 @@
-"""Detect within `train.peer_timeout_s` that a different rank hangs, and name that rank.
+"""Detect within `train.peer_timeout_s` that another rank hangs, and name that rank.
 
 If a rank exits, its connections close, and the other ranks notice immediately. If a rank hangs (a stopped process, a
 lost node, a thread that holds the GIL), the other ranks are blocked in a collective until its timeout. So a thread on
@@ -35,7 +35,7 @@ MISSED = 3
 
 @dataclass
 class _Peer:
-    """The last heartbeat of a different rank, and the seconds since it last changed."""
+    """The last heartbeat of another rank, and the seconds since it last changed."""
 
     seen: bytes = b""
     sign: dict[str, Any] = field(default_factory=dict)
@@ -77,8 +77,8 @@ class PeerWatch:
         self._on_silent = on_silent
         self._interval_s = min(timeout_s / LOOKS, MAX_INTERVAL_S, interval_s)
         self.reported: str | None = None
-        """The reason that a different rank reported for its failure. It is kept here because that rank may serve the
-        store and may exit soon."""
+        """The reason that another rank reported for its failure. It is kept here because that rank may serve the store
+        and may exit soon."""
         self.more: Callable[[], dict[str, Any]] = dict
         """Function that returns additional entries for this rank's heartbeats."""
         self._peers = {rank: _Peer() for rank in range(world.size) if rank != world.rank}

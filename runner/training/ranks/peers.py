@@ -1,4 +1,4 @@
-"""Distinguish a failure of a different rank from a failure of this rank, and share the reason among ranks.
+"""Distinguish failures of other ranks from failures of this rank, and share the reason among ranks.
 
 A rank whose code fails writes the reason to the job's key-value store before it exits. In the other ranks, a collective
 fails. They read the reason and let the failed rank decide how the job ends.
@@ -42,7 +42,7 @@ def peer_errors(world: World) -> Iterator[None]:
     of collectives.
 
     Raises:
-        PeerError: another rank has ended or does not answer.
+        PeerError: another rank has exited or does not respond.
     """
     began = clock.monotonic()
     try:

@@ -151,7 +151,7 @@ class RunRecorder(Recorder):
         self.log.update(cadence=explanation)
 
     def callback(self, step: int, moment: str, values: dict[str, float]) -> None:
-        """Log callback values to timings.jsonl and the loggers, because kills affect when they were computed."""
+        """Log callback values to timings.jsonl and the loggers, not to metrics.jsonl, because they depend on kills."""
         with suppress(OSError):  # timings may be lost
             self.timings.write({"step": step, "time": clock.wall(), "callback": moment, **values})
         for writer in self.writers:

@@ -41,7 +41,7 @@ def tokens_in(
     """Return the number of tokens in a batch, or None if its data have no tokens.
 
     Args:
-        batch: batch of the loader.
+        batch: batch from the loader.
         samples: number of samples in the batch.
         stated: tokens per sample, if all sources state it (see `stated_tokens`). Otherwise, the entries of
             `document_ids`, shape (B, T), that are not -1 are counted. If there are no `document_ids`, the integer

@@ -20,8 +20,8 @@ from runner.training.ranks.parallel import Computation, SharedBuffers, accumulat
 class Division:
     """A rank's share of each step. Every rank must call the same methods in the same order.
 
-    In this class, every rank computes `accum` micro-batches. It uses DDP or FSDP, or an all-reduce if the task takes
-    the steps.
+    In this class, every rank computes `accum` micro-batches. It uses DDP or FSDP, or an all-reduce if the task defines
+    `take_step`.
 
     Args:
         whole_steps: True if the task defines complete steps (`take_step`). Then the backward pass does not reduce

@@ -165,7 +165,7 @@ class FixedMicroBatches(Division):
         return total
 
     def everywhere(self, values: np.ndarray, single: np.ndarray) -> np.ndarray:
-        """Return rank 0's single numbers and all ranks' values. These are sorted because sums depend on the order."""
+        """Return all ranks' values, sorted because a sum depends on their order, and rank 0's single numbers."""
         found = self._world.gather((values, single))
         return np.concatenate([np.sort(np.concatenate([values for values, _ in found])), found[0][1]])
 

@@ -56,7 +56,7 @@ class Forward:
         """Return the output of the task's evaluation step.
 
         Raises:
-            PeerError: a different rank has ended or does not answer.
+            PeerError: another rank has exited or does not respond.
         """
         batch = to_device(batch, self.device)
         with peer_errors(self.world), self.autocast():
@@ -176,7 +176,7 @@ class TrainStep:
 
         Raises:
             UserError: the task returned invalid values.
-            PeerError: a different rank has ended or does not answer.
+            PeerError: another rank has exited or does not respond.
         """
         self.forward.model.train()
         self.division.begin(index)
@@ -227,7 +227,7 @@ class TrainStep:
         return self._names[update]
 
     def _check_alike(self, logged: Mapping[str, set[int | None]]) -> None:
-        """Check that all micro-batches logged values of the same names, because each may be on a different rank."""
+        """Check that all micro-batches logged values of the same names, because they may be on different ranks."""
         for name, numbers in logged.items():
             if None not in numbers and len(numbers) < self.division.count:
                 raise UserError(
@@ -360,7 +360,7 @@ class Step:
                 (the samples).
 
         Raises:
-            PeerError: a different rank has ended or does not answer.
+            PeerError: another rank has exited or does not respond.
         """
         tensor = self._tensor("mean", values)
         if not tensor.ndim:
@@ -382,7 +382,7 @@ class Step:
 
         Raises:
             UserError: there are several optimizers, and `optimizer` is None.
-            PeerError: a different rank has ended or does not answer.
+            PeerError: another rank has exited or does not respond.
         """
         maker = self._maker
         optimizers = maker.optimizers
@@ -441,7 +441,7 @@ class Step:
         maker = self._maker
         while self._drawn_so_far < maker.division.count:
             self._next()
-        if self._tally.waits or self._keeps:  # even if only a different rank has logged values
+        if self._tally.waits or self._keeps:  # even if only another rank has logged values
             self._tally.reduce()
         if not self._grad_norms:
             raise UserError(f"{maker.forward.task.name}.take_step made no update: call step.update()")

@@ -40,7 +40,7 @@ class Trained:
 
         Raises:
             UserError: the config does not match the model.
-            PeerError: a different rank has ended or does not answer.
+            PeerError: another rank has exited or does not respond.
         """
         bare = build.model(config)
         start_warm(bare, config, run, world)
