@@ -74,8 +74,7 @@ class Evaluation:
     def run(
         self, step: int, stop: Callable[[], bool], every_set: bool = False, turns: int | None = None
     ) -> dict[str, Any] | None:
-        """Evaluate the due sets and return the results over all ranks: `eval_loss`, `eval_accuracy`, `eval_SET_loss`,
-        ….
+        """Evaluate the due sets. Return the results over all ranks: `eval_loss`, `eval_accuracy`, `eval_SET_loss`, ….
 
         Args:
             step: number of completed steps.
