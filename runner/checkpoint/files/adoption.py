@@ -19,7 +19,7 @@ from runner.checkpoint.files.store import BLOCK_BYTES, Fence
 from runner.errors import CheckpointError
 from runner.system import files
 
-# Errors that a file system returns if it cannot create hard links, or not to this file.
+# Errors that a file system returns if it cannot create hard links, or not for this file.
 UNLINKABLE = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
 
 

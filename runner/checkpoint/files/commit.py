@@ -193,8 +193,8 @@ class Transaction:
     def begin(self) -> None:
         """Create the directory, then check the fence once more.
 
-        The order matters: a newer attempt first takes its fencing number and then sweeps. So either the newer attempt
-        sees this directory, or this process sees the newer number.
+        The order matters: a newer attempt first takes its fencing number and then removes leftovers. So either the
+        newer attempt sees this directory, or this process sees the newer number.
         """
         self._prepare()
         self._fence.check()
@@ -235,6 +235,6 @@ class Transaction:
         files.fsync_dir(self.final.parent)
 
     def abort(self) -> None:
-        """Remove the directory. If this fails, the sweep at the next save or attempt removes it."""
+        """Remove the directory. If this fails, the next save or attempt removes it."""
         with contextlib.suppress(OSError):
             remove_tree(self.path)

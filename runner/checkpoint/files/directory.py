@@ -1,4 +1,4 @@
-"""Store checkpoints in a directory: name, set aside, delete, and sweep leftovers.
+"""Store checkpoints in a directory: name them, set them aside, delete them, and remove leftovers.
 
     step_00000100                    committed; the step in its manifest must match its name
     step_00000100.tmp-<fence>-<pid>  being written, deleted or set aside, or left behind by a kill
@@ -174,8 +174,8 @@ class Directory:
                 for name in files.list_dir(mine):
                     if SET_ASIDE.fullmatch(name) and not files.is_taken(self.path / name):
                         files.rename(mine / name, self.path / name)
-                    # The process was killed before it saw the pin, so restore the checkpoint. (A checkpoint that was
-                    # set aside as corrupt keeps its `.corrupt` name.)
+                    # The process was killed before it saw the pin, so restore the checkpoint. (Never restore a
+                    # `.corrupt` checkpoint under the step's name.)
                     if name == _TAKEN and whole == step.name and is_pinned(step) and not files.is_taken(step):
                         files.rename(mine / name, step)
                 files.fsync_dir(self.path)  # otherwise a power loss might restore a name without its content

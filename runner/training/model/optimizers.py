@@ -34,7 +34,7 @@ class Schedulers:
             TrainingError: a torch scheduler has reached its last step.
         """
         for name, scheduler in self._made.items():
-            # torch warns if a scheduler's first step comes before an update. Here, that update was skipped on purpose.
+            # torch warns if a scheduler's first step comes before an update. Here, that update was skipped.
             scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
             try:
                 scheduler.step()
