@@ -248,7 +248,7 @@ class TrainStateManager:
             optimizer: its optimizer. If None, the optimizer's state is not loaded.
             averaged: the averaged weights of the model, or None.
             another_optimizer: function of the loaded step. If it returns True and the optimizer does not match the
-                saved one, the optimizer keeps its present state, and a warning is logged. If it returns False, a
+                saved one, the optimizer keeps its current state, and a warning is logged. If it returns False, a
                 mismatch raises an error.
 
         Returns:

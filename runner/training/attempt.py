@@ -330,7 +330,7 @@ class _Attempt:
             return True
         if finish.early is not None:
             self.run.check_guard()
-            files.remove(self.run.finished)  # with the present settings, the run does not end early
+            files.remove(self.run.finished)  # with the current settings, the run does not end early
         identity = {**self.job.identity(), "ranks": self.world.size}
         left = self.lease.carried() if self.lease else {}
         log = AttemptLog.begin(self.run, identity, steps, self.job.cause_of_loss, self.account, left)

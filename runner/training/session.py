@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Session:
-    """The objects of an attempt, ready to train."""
+    """An attempt's objects, restored and ready to train."""
 
     trainer: Trainer
     steps: int  # length of the run, known once the data are opened
@@ -134,8 +134,8 @@ class _Restored:
 
     Attributes:
         datasets: sources by name.
-        state: the train state; empty for a new run.
-        saved: the runner's own entries in the train state; None for a new run.
+        state: the train state. Empty for a new run.
+        saved: the runner's entries in the train state, or None for a new run.
         run_state: the runner's entries for this attempt.
     """
 

@@ -35,7 +35,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class Candidate(_Entry):
-    """A checkpoint that was committed under its present name, intact or corrupt.
+    """A checkpoint that was committed under its current name, intact or corrupt.
 
     Attributes:
         at: the checkpoint.

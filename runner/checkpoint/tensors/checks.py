@@ -135,7 +135,7 @@ def check_average(reader: CheckpointReader, tensors: Tensors | None, where: str)
 
 
 def check_optimizer(saved: OptimizerState | None, present: OptimizerState, where: str) -> None:
-    """Compare the class, groups and parameters of the saved and the present optimizer.
+    """Compare the class, groups and parameters of the saved and the current optimizer.
 
     Raises:
         MismatchError: they differ. The message lists the differences.
@@ -147,7 +147,7 @@ def check_optimizer(saved: OptimizerState | None, present: OptimizerState, where
 
 
 def optimizer_difference(saved: OptimizerState | None, present: OptimizerState) -> str | None:
-    """Describe how the class, groups or parameters of the saved and the present optimizer differ, or return None."""
+    """Describe how the class, groups or parameters of the saved and the current optimizer differ, or return None."""
     difference = None
     if saved is None:
         difference = f"it was saved without an optimizer, and this run has {present.class_name}"

@@ -36,8 +36,8 @@ class Collected:
         tensors: all tensors, by flat name.
         nested: the same tensors in the form that torch.distributed.checkpoint expects: {"model": ..., "optimizer":
             ...}, and {"ema": ...} for averaged weights.
-        model_extra: entries of the model's state dict that are not tensors; None if there are none.
-        optimizer: the optimizer's values that are not tensors; None without an optimizer.
+        model_extra: entries of the model's state dict that are not tensors, or None if there are none.
+        optimizer: the optimizer's values that are not tensors, or None without an optimizer.
     """
 
     tensors: Tensors
@@ -155,7 +155,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def shard(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, or any other tensor unchanged."""
+    """Return this rank's shard of a DTensor. Other tensors are returned unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 

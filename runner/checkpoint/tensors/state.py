@@ -339,12 +339,12 @@ def restore_train_state(
     restores its own generators and its part of the dataloader state; see `rng_for_rank`.
 
     Args:
-        state: result of `TrainStateManager.load` or `build_train_state`; empty for a new run.
+        state: result of `TrainStateManager.load` or `build_train_state`, or empty for a new run.
         scheduler: scheduler to restore, if any.
         dataloader: dataloader to restore, if any.
 
     Returns:
-        (step, tokens_seen, extra); (0, 0, {}) for an empty state.
+        (step, tokens_seen, extra), or (0, 0, {}) for an empty state.
 
     Raises:
         CheckpointError: `state` has no entry for the scheduler or the dataloader.

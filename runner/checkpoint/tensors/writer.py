@@ -27,7 +27,7 @@ def warm_up() -> None:
     """Import the modules that the first save needs. Call this in the background during the first steps.
 
     This holds a lock, because two threads that import modules of one package in different orders would deadlock. Python
-    would then let one thread continue with a partially imported module.
+    breaks such a deadlock by letting one thread continue with a partially imported module.
     """
     with _IMPORTING:
         import torch.distributed.checkpoint  # noqa: F401

@@ -180,7 +180,7 @@ class Callbacks:
 
     @staticmethod
     def none() -> Callbacks:
-        """Return an object without any callbacks."""
+        """Create an instance without callbacks."""
         return Callbacks(RunDir(Path()), nn.Module(), torch.device("cpu"), {})
 
     @staticmethod

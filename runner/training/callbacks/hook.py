@@ -47,7 +47,7 @@ class Hook:
         return "state_dict" in self.methods
 
     def refresh(self) -> None:
-        """Update `state` from the callback's present state.
+        """Update `state` from the callback's current state.
 
         Raises:
             CheckpointError: the callback's state contains an object that cannot be saved in a checkpoint.

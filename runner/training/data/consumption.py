@@ -67,7 +67,7 @@ class Consumption:
 
         Raises:
             CheckpointError: an entry is missing.
-            SamplerStateError: the present data order does not reproduce the consumed samples.
+            SamplerStateError: the current data order does not reproduce the consumed samples.
         """
 
 

@@ -32,7 +32,7 @@ class HeldOut:
 
     Attributes:
         samples: number of samples in the source, at least 1.
-        batch_size: samples per batch; the last batch may have fewer.
+        batch_size: samples per batch. The last batch may have fewer.
         limit: maximum number of batches.
         first: first index of the source in the concatenation of all sources.
     """
@@ -135,7 +135,7 @@ class EvaluationSet:
     """Sources that are evaluated together, with results in total and for each source.
 
     Attributes:
-        name: name of the set; empty for the set of all sources.
+        name: name of the set. Empty for the set of all sources.
         sources: sources by name.
         every_steps: evaluate at multiples of this step. If 0, the step does not trigger evaluations.
         completes_epoch: function that returns True for a step that completes the cadence's number of epochs.

@@ -52,7 +52,7 @@ class Average:
         return module
 
     def update(self, model: nn.Module) -> None:
-        """Update the average with the present weights of `model`, with or without wrappers."""
+        """Update the average with the current weights of `model`, with or without wrappers."""
         if self._sharded:
             from torch.distributed.fsdp import FSDPModule
 

@@ -98,7 +98,7 @@ class Optimizers:
         return self._parameters[name]
 
     def lr(self, name: str | None = None) -> float:
-        """Return the present learning rate of an optimizer's first group. The default is the first optimizer."""
+        """Return the current learning rate of an optimizer's first group. The default is the first optimizer."""
         return float(self._made[self.names[0] if name is None else name].param_groups[0]["lr"])
 
     # A training step

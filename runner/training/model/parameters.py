@@ -147,7 +147,7 @@ def param_groups(
             treated alike.
 
     Raises:
-        UserError: a pattern has no effect, or there is nothing to train.
+        UserError: a pattern has no effect, or no parameter is trained.
     """
     found = assigned(groups, members)
     grouped = {name for names in found for name in names}
@@ -188,7 +188,7 @@ def decay_groups(
         among: include only these parameters. If None, all parameters are included.
 
     Raises:
-        UserError: `weight_decay` is negative, or there is nothing to train.
+        UserError: `weight_decay` is negative, or no parameter requires a gradient.
     """
     if not weight_decay >= 0:
         raise UserError(f"optimizer.weight_decay={weight_decay} must be 0 or more")

@@ -87,7 +87,7 @@ def open_source(options: InitConfig, run: RunDir, recorded: Mapping[str, Any]) -
         recorded: `Source.record` of an earlier attempt; empty for the first attempt.
 
     Raises:
-        UserError: there are no such weights, or they differ from the weights of the earlier attempt.
+        UserError: the weights do not exist, or they differ from the weights of the earlier attempt.
         CheckpointError: the checkpoint is corrupt.
     """
     if options.run is None:

@@ -123,7 +123,7 @@ class PeerWatch:
         self._due.set()
 
     def signs(self) -> dict[int, dict[str, Any]] | None:
-        """Return the last heartbeats of present ranks, or None if a rank has missed some and may have stopped."""
+        """Return the last heartbeats of the joined ranks, or None if a rank has missed some and may have stopped."""
         if self._gone:
             return {}
         present = {rank: peer for rank, peer in self._peers.items() if peer.present}

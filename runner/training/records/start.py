@@ -33,7 +33,7 @@ def open_recorder(
     last_save: Callable[[], Mapping[str, Any] | None],
     add_evaluation: Callable[[dict[str, Any]], object],
 ) -> RunRecorder:
-    """Truncate the metrics to `step` and open them, with the loggers of the config.
+    """Truncate the metrics to `step`, then open them and the config's loggers.
 
     Args:
         run: the run directory.

@@ -69,10 +69,10 @@ class Task:
             raise UserError(f"{self.name}: state_dict() raised {type(error).__name__}: {error}") from error
 
     def check_evaluation(self) -> None:
-        """Check that the task can be evaluated.
+        """Check that the task has an evaluation step.
 
         Raises:
-            UserError: the task cannot be evaluated.
+            UserError: the task has no evaluation step.
         """
         if self.evaluation_step is None:
             raise UserError(f"{self.name} has no evaluation_step(model, batch): define it, or set eval.every_steps=0")
