@@ -1,5 +1,5 @@
-"""Launchers: start runs as processes of this machine, or as jobs of a Slurm cluster.
+"""Start runs as processes on this machine or as Slurm jobs.
 
-A launcher implements `runner.contracts.Launcher`. The config group `launcher` names its class as `_target_`. The code
-that it starts is a string, `module:function`. This package knows nothing about training or Hydra.
+A launcher implements `runner.contracts.Launcher`. The config group `launcher` selects one with `_target_`. The code to
+start is passed as a string, `module:function`. This package knows nothing about training or Hydra.
 """

@@ -1,11 +1,11 @@
-"""Write and submit batch scripts: submitit's script, and the parts of submitit that a preempted run cannot use.
+"""Write batch scripts with submitit, and submit them without the parts of submitit that break preempted runs.
 
 Tested with submitit 1.5.2 to 1.5.4. submitit knows the options of sbatch and writes the script (`Script`). This module
 replaces its `submit` and `submitit.core._submit`:
 
-- The files of a submission have its name, not a random one, so that its job can be told from other jobs.
+- The files of a submission contain its name instead of a random one, so that its job can be identified.
 - The job reads JSON, not a pickle.
-- sbatch's answer is kept complete: whether it refused decides whether a job may be in the queue.
+- sbatch's complete answer is kept, because it shows whether a job may be in the queue.
 - The job installs no signal handlers. submitit's handlers ignore SIGTERM (every preemption), and exit in the middle of
   a step at SIGUSR2.
 """
@@ -26,11 +26,11 @@ from runner.system import clock, files, processes
 
 FOLDER = "RUNNER_JOB_FOLDER"
 """The environment variable of the job that holds the folder of its files."""
-WAIT_S = 60  # how long the job waits until the command has recorded its id
+WAIT_S = 60  # how long a job waits for the command to record its id
 
 
 class RefusedError(RuntimeError):
-    """sbatch failed. The message is sbatch's own. `status` is negative if a signal ended it."""
+    """sbatch failed. The message is sbatch's own. `status` is its exit status, negative if a signal killed it."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -50,18 +50,19 @@ class Start:
 
 
 def sweep_folder(parent: Path, user: str | None) -> Path:
-    """Return the folder of a user's batch scripts, notes and logs of sweeps, next to the runs; `user` is a user id.
+    """Return the folder next to the runs for the batch scripts, notes and sweep logs of the user with id `user`.
 
-    Each user has a separate folder: jobs run its files as that user, and others may have sweeps in the same directory.
+    Each user has a separate folder, because jobs execute its files as that user, and several users may have sweeps in
+        one directory.
     """
     return parent / f".slurm-{user}"
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder of jobs that others can write.
+    """Refuse a job folder that other users can write to.
 
     Raises:
-        RunDirError: others can write the folder, or it belongs to another user.
+        RunDirError: other users can write to the folder, or it belongs to one of them.
         OSError: the folder cannot be read.
     """
     trust.check_private(folder, folder, "jobs run what its files name", "remove it, or choose another run.root")
@@ -71,17 +72,17 @@ def script(folder: Path, python: str, runs: int, parameters: dict[str, Any]) -> 
     """Return the text of a batch script.
 
     Args:
-        folder: for the files of the script's jobs.
-        python: the command that starts Python, as the shell reads it.
+        folder: directory for the files of the script's jobs.
+        python: the command that starts Python, quoted for the shell.
         runs: number of runs; two or more make an array.
-        parameters: options of sbatch, by submitit's names.
+        parameters: sbatch options under submitit's names.
     """
     from submitit.slurm.slurm import SlurmExecutor
 
     class Script(SlurmExecutor):
         @property
         def _submitit_command_str(self) -> str:
-            """Return the command that srun starts; submitit's own would load a pickle."""
+            """Return the command that srun starts, because submitit's would load a pickle."""
             return f"{self.python} -u -m launch.job {shlex.quote(str(self.folder))}"
 
         def text(self) -> str:
@@ -97,7 +98,7 @@ def script(folder: Path, python: str, runs: int, parameters: dict[str, Any]) -> 
 def submit(text: str, folder: Path, starts: Sequence[Start]) -> list[str]:
     """Submit one job or one array, and return the job id of each start.
 
-    If it fails, files whose names contain the name of the submission may be left.
+    After a failure, files whose names contain the submission's name may be left.
 
     Raises:
         RefusedError: sbatch failed.
@@ -129,7 +130,7 @@ def start_file(folder: Path, job_id: str) -> Path:
 
 
 def find_start(folder: Path, job_id: str) -> Start | None:
-    """Wait until the command has recorded the `Start` of this job, and return it; None after WAIT_S.
+    """Wait until the command has recorded the `Start` of this job, and return it. Return None after WAIT_S.
 
     Raises:
         OSError: the file cannot be read.

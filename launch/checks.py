@@ -1,4 +1,4 @@
-"""Find errors of a submission before anything is submitted."""
+"""Find errors in a submission before it is submitted."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from runner.system import files, processes
 TIME_FORMATS = "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS"
 WITH_DAYS = r"(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+)(?::(?P<seconds>\d+))?)?"
 TIME = re.compile(rf"(?:{WITH_DAYS}|(?P<plain>\d+(?::\d+){{0,2}}))")
-# File systems of a single machine, by their names in /proc/mounts.
+# Types of file systems that only one machine can see, as named in /proc/mounts.
 LOCAL_FILE_SYSTEMS = {"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "f2fs"}
 MIN_SIGNAL_DELAY_S, MAX_SIGNAL_DELAY_S = 1, 65_535
-# What Slurm interprets in the names of logs.
+# Characters that Slurm interprets in log file names.
 EXPANDED = frozenset("%\\\n")
-# The number of GPUs in the record of a node: `gpu:a100:4(S:0-1)`, `gpu:2,shard:8`.
+# Matches the number of GPUs in a node's record, such as `gpu:a100:4(S:0-1)` or `gpu:2,shard:8`.
 GPUS = re.compile(r"\bgpu(?::[^:,(]+)?:(\d+)")
-# The minimum of each option that is a whole number.
+# The minimum of each integer option.
 MINIMA = {
     "tasks_per_node": 1,
     "cpus_per_task": 1,
@@ -32,7 +32,7 @@ MINIMA = {
     "gpus_per_node": 0,
     "gpus_per_task": 0,
 }
-# The type of each option that is a collection, with an example.
+# The type and an example of each option that is a collection.
 COLLECTIONS: dict[str, tuple[type, str]] = {
     "setup": (list, "'[module load cuda]'"),
     "srun_args": (list, "'[--cpu-bind=cores]'"),
@@ -44,7 +44,7 @@ def minutes(time: int | str) -> int:
     """Return a time limit in whole minutes, rounded up as Slurm does.
 
     Raises:
-        ValueError: the text has none of Slurm's formats.
+        ValueError: the string has none of Slurm's time formats.
     """
     match = TIME.fullmatch(str(time).strip())
     if match is None:
@@ -83,7 +83,7 @@ def _node_errors(options: SlurmOptions) -> list[str]:
 
 
 def _time_errors(options: SlurmOptions) -> list[str]:
-    """Return the errors of the time limit and of the signal before it."""
+    """Return errors in the time limit and in the signal before it."""
     delay, most, below = options.signal_delay_s, MAX_SIGNAL_DELAY_S, ""
     if options.time is not None:
         try:
@@ -99,7 +99,7 @@ def _time_errors(options: SlurmOptions) -> list[str]:
 
 
 def path_errors(run_dirs: list[Path]) -> list[str]:
-    """Refuse run directories with characters that Slurm and submitit expand in paths of logs, such as %j."""
+    """Refuse run directories with sequences that Slurm and submitit expand in log paths, such as %j."""
     bad = next((path for path in map(Path.absolute, run_dirs) if set(str(path)) & EXPANDED), None)
     if bad is None:
         return []
@@ -109,7 +109,7 @@ def path_errors(run_dirs: list[Path]) -> list[str]:
 
 
 def cluster_errors(options: SlurmOptions, run_dirs: list[Path]) -> list[str]:
-    """Return the errors that Slurm would report late, less clearly or not at all.
+    """Return errors that Slurm would report late, less clearly or not at all.
 
     Raises:
         SchedulerError: Slurm does not answer.
@@ -131,7 +131,7 @@ def cluster_errors(options: SlurmOptions, run_dirs: list[Path]) -> list[str]:
 
 
 def default_partition(partitions: dict[str, dict[str, str]]) -> str | None:
-    """Return the partition of jobs that name none."""
+    """Return the partition used for jobs that do not name one."""
     return next((name for name, row in partitions.items() if row.get("Default") == "YES"), None)
 
 
@@ -145,7 +145,7 @@ def _limit_errors(options: SlurmOptions, partition: dict[str, str]) -> list[str]
     sbatch accepts a job that exceeds the limits, and the job then waits forever.
     """
     errors, name, nodes = [], partition["PartitionName"], partition.get("TotalNodes", "")
-    if nodes.isdigit() and options.node_counts[0] > int(nodes):  # of a range, Slurm takes the nodes that exist
+    if nodes.isdigit() and options.node_counts[0] > int(nodes):  # with a range, Slurm uses the nodes that exist
         errors.append(f"launcher.nodes={options.nodes} exceeds the {nodes} nodes of partition {name!r}")
     most = _limit(partition, "MaxTime")
     if options.time is not None:
@@ -163,13 +163,13 @@ def _limit_errors(options: SlurmOptions, partition: dict[str, str]) -> list[str]
 
 
 def _limit(partition: dict[str, str], key: str) -> int | None:
-    """Return a time limit of a partition in minutes; None if it has none."""
+    """Return a time limit of a partition in minutes, or None if it is unlimited."""
     text = partition.get(key, "")
     return minutes(text) if text[:1].isdigit() else None
 
 
 def attempt_limit(options: SlurmOptions, partition: dict[str, str]) -> tuple[int | None, str]:
-    """Return the time limit of one attempt in minutes (None: no limit), and where it is set."""
+    """Return one attempt's time limit in minutes (None if unlimited), and where the limit is set."""
     if options.time is not None:
         return minutes(options.time), "launcher.time"
     for key in ("DefaultTime", "MaxTime"):
@@ -179,7 +179,7 @@ def attempt_limit(options: SlurmOptions, partition: dict[str, str]) -> tuple[int
 
 
 def _folder_errors(options: SlurmOptions, run_dirs: list[Path], partition: dict[str, str]) -> list[str]:
-    """Refuse run directories that, as far as this machine can tell, other machines cannot see."""
+    """Refuse run directories that other machines probably cannot see, judging by this machine's mounts."""
     if not options.check_folder or not run_dirs:
         return []
     parent = run_dirs[0].absolute().parent
@@ -198,7 +198,7 @@ def _folder_errors(options: SlurmOptions, run_dirs: list[Path], partition: dict[
 
 
 def start_errors(options: SlurmOptions) -> list[Finding]:
-    """Find why no such job would ever start in the partition: it is not up, or no node has what the job needs.
+    """Find reasons why the job would never start: its partition is not up, or no node has the requested resources.
 
     sbatch refuses some of these jobs and lets others wait forever. `sbatch --test-only` does not report them.
 
@@ -207,7 +207,7 @@ def start_errors(options: SlurmOptions) -> list[Finding]:
     """
     partition = _chosen_partition(options, scheduler.show_partitions())
     if partition is None:
-        return []  # one of `cluster_errors`
+        return []  # reported by `cluster_errors`
     name, state = partition["PartitionName"], partition.get("State", "UP")
     another = "choose another launcher.partition"
     if state != "UP":
@@ -235,13 +235,13 @@ def start_errors(options: SlurmOptions) -> list[Finding]:
 
 
 def _megabytes(text: str | None) -> float:
-    """Read an amount of memory as sbatch does; 0 if there is none, or if sbatch will refuse it."""
+    """Parse an amount of memory as sbatch does. Return 0 if there is none, or if sbatch will refuse it."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", str(text or 0).strip().upper())
     return float(found[1]) * 1024.0 ** ("KMGT".index(found[2] or "M") - 1) if found else 0.0
 
 
 def _chosen_partition(options: SlurmOptions, partitions: dict[str, dict[str, str]]) -> dict[str, str] | None:
-    """Find the job's partition, the first if it names several; None if missing (see `cluster_errors`)."""
+    """Find the job's partition, the first of several. Return None if it is missing (see `cluster_errors`)."""
     return partitions.get((options.partition or default_partition(partitions) or "").split(",")[0])
 
 
@@ -249,7 +249,7 @@ def cluster_findings(options: SlurmOptions, save_s: float | None) -> list[Findin
     """Report how Slurm would ask a job to stop, and whether a save fits into the time after the signal.
 
     Args:
-        options: options of the job.
+        options: the job's options.
         save_s: duration of a save in seconds; None if unknown.
 
     Raises:
@@ -290,7 +290,7 @@ def _preemption_findings(partition: dict[str, str], config: dict[str, str], save
 
 
 def _fits(save_s: float, notice_s: float, what: str, option: str | None) -> Finding:
-    """Check that the time after a signal is twice that of a save, since the current step is finished first."""
+    """Check that the time after a signal is twice a save's duration, because the current step is finished first."""
     text = f"a save takes {save_s:.1f} s, {what} is {notice_s:g} s"
     if notice_s >= 2 * save_s:
         return Finding("ok", text)
@@ -299,7 +299,7 @@ def _fits(save_s: float, notice_s: float, what: str, option: str | None) -> Find
 
 
 def file_system_of(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
-    """Return the type of the file system of `path`, or of its nearest existing parent; None if unknown."""
+    """Return the file system type of `path`, or of its nearest existing parent. Return None if unknown."""
     real = next(each for each in (files.resolve(path), *files.resolve(path).parents) if files.exists(each))
     best: tuple[int, str] | None = None
     for line in (files.read_small(mounts) or "").splitlines():

@@ -23,12 +23,12 @@ REFRESH_S = 2.0
 
 
 def console() -> Console:
-    """Return a console as wide as the terminal, or wide enough for complete names without a terminal."""
+    """Return a console as wide as the terminal. Without a terminal, make it wide enough for complete names."""
     return Console() if sys.stdout.isatty() else Console(width=1000)
 
 
 def show_submitted(rows: list[tuple[Path, str]], console: Console) -> None:
-    """Print the name, job id and directory of each run, and the commands to see, read and cancel them."""
+    """Print each run's name, job id and directory, and the commands to follow, read and cancel the runs."""
     table = Table("run", "job", Column("folder", overflow="fold"), box=None, pad_edge=False)
     for run_dir, job_id in rows:
         table.add_row(run_dir.name, job_id, str(run_dir))
@@ -49,10 +49,10 @@ def follow(
     every_s: float = REFRESH_S,
     transient: bool = False,
 ) -> None:
-    """Show the state of each run, as `states` returns it, until all are over (see `is_over`).
+    """Show the state of each run, as returned by `states`, until all have ended (see `is_over`).
 
-    On a terminal, show a table that is refreshed, and removed at the end if `transient`. Without a terminal, print a
-    line per change, and the table at the end.
+    On a terminal, refresh a table in place, and remove it at the end if `transient`. Without a terminal, print a line
+    for each change and the table at the end.
     """
     if not console.is_terminal:
         _follow_in_lines(run_dirs, states, console, every_s)
@@ -84,12 +84,12 @@ def _follow_in_lines(
 
 
 def is_over(state: str) -> bool:
-    """Return whether a run in `state` has stopped for good, until a command starts it."""
+    """Return whether a run in `state` has stopped and only a command would start it again."""
     return state not in ("waiting", "running", *IN_QUEUE)
 
 
 def state_of(run_dir: Path, job: JobInfo | None) -> str:
-    """Return the state of a run in one word; `waiting` while the file system does not answer."""
+    """Return the state of a run, or `waiting` while the file system does not answer."""
     try:
         return look(RunDir(run_dir), job).word
     except (OSError, ValueError):
@@ -97,7 +97,7 @@ def state_of(run_dir: Path, job: JobInfo | None) -> str:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """Return the run's last recorded state; empty if it cannot be read at the moment."""
+    """Return the run's last recorded status, or {} if it cannot be read at the moment."""
     try:
         return files.read_object(RunDir(run_dir).status)
     except OSError:

@@ -1,4 +1,4 @@
-"""Check and set the environment of a job's processes, which may not be that of the command."""
+"""Check and set the environment of a job's processes, which may differ from the command's environment."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ IMPORT_TIMEOUT_S = 120
 
 
 def environment_lines() -> list[str]:
-    """Return lines of the batch script that pass its environment to srun's tasks.
+    """Return batch script lines that pass the script's environment to srun's tasks.
 
-    With SBATCH_EXPORT=NONE, a common default of sites, the tasks would get no variables, not even Slurm's. The lines
-    also keep the search path of this command, so that the job finds the same modules.
+    With SBATCH_EXPORT=NONE, a common site default, tasks would get no variables, not even Slurm's. The lines also keep
+    this command's module search path, so that the job finds the same modules.
     """
     lines = ["export SLURM_EXPORT_ENV=ALL"]
     if path := processes.environment.get("PYTHONPATH"):
@@ -30,7 +30,7 @@ def environment_lines() -> list[str]:
 
 
 def examine_environment(export: str, python: str) -> Finding:
-    """Start Python in the environment of a job submitted with --export=`export`: does it find its modules?
+    """Check whether Python finds its modules in the environment of a job submitted with --export=`export`.
 
     Args:
         export: ALL, NIL, NONE, or a list of variables.

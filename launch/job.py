@@ -1,6 +1,6 @@
-"""Start an attempt inside a Slurm job, and let it query its job (`runner.contracts.Job`).
+"""Start an attempt inside a Slurm job, and give it access to the job (`runner.contracts.Job`).
 
-Slurm asks a job to stop by signals. The same signal has several meanings, so the state of the job decides (see
+Slurm sends signals to stop a job. One signal can have several meanings, so the job's state determines the cause (see
 `launch.requeue`).
 """
 
@@ -26,7 +26,7 @@ from runner.system import files, processes, signals
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LAUNCHER = "launch.slurm.SlurmLauncher"  # the launcher of these jobs, by name: this module does not import it
-# States of a node that has lost its jobs, see scontrol(1). A "*" after the state: the node does not respond.
+# States of a node that has lost its jobs, see scontrol(1). A "*" after the state means that the node does not respond.
 LOST_NODE = {"DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "REBOOT_ISSUED"}
 
 
@@ -44,9 +44,9 @@ def start(
         run_dir: the run directory; everything else is read from it.
         attempt: `module:function`, called as `function(run_dir, job=job)`.
         submission: name of the job's submission.
-        max_timeouts: number of time limits in a row without a new checkpoint after which the run stops. None: they
-            count like other attempts without progress.
-        requeue_killed: whether the batch script requeues the job if no rank decided how it ends.
+        max_timeouts: stop the run after this many consecutive time limits without a new checkpoint. If None, time
+            limits are treated like other attempts without progress.
+        requeue_killed: whether the batch script requeues the job if no rank has decided how it ends.
         notice_s: seconds from the signal to the time limit; None if unknown.
     """
     named = processes.environment.get(requeue.SUBMISSION) or submission
@@ -58,7 +58,7 @@ def start(
             job.yield_verdict("the file that was found is of an earlier job with this id")  # the right file will follow
             sys.exit(ExitStatus.FAILED)
         if job.is_of_another(RunDir(Path(run_dir))):
-            with suppress(OSError):  # for example, the log is on a full disk
+            with suppress(OSError):  # for example, the log's disk is full
                 print(f"[launch] {run_dir}/job.json names another job: this one ends, and requeues nothing", flush=True)
             sys.exit(ExitStatus.SUPERSEDED)
         try:
@@ -73,7 +73,7 @@ def start(
 
 
 def main(folder: str) -> NoReturn:
-    """Start the attempt of this job: the entry point of each task, `python -m launch.job FOLDER`."""
+    """Start the attempt of this job. This is the entry point of each task, `python -m launch.job FOLDER`."""
     processes.environment[batch.FOLDER] = folder
     try:
         batch.check_folder(Path(folder))
@@ -86,13 +86,13 @@ def main(folder: str) -> NoReturn:
 
 
 def own_id() -> str:
-    """Return the id of this process's job; for a task of an array, `ARRAY_TASK`, which requeues that task."""
+    """Return the id of this process's job; `ARRAY_TASK` for an array task, so that only it is requeued."""
     array, task = processes.environment.get("SLURM_ARRAY_JOB_ID"), processes.environment.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array else processes.environment["SLURM_JOB_ID"]
 
 
 class SlurmJob:
-    """The Slurm job of this process (a `runner.contracts.Job`)."""
+    """The Slurm job that this process runs in (a `runner.contracts.Job`)."""
 
     auto_restarts = True
 
@@ -120,7 +120,10 @@ class SlurmJob:
             self._was_killed = requeue.failed_starts(self._starts)[0] > 0
 
     def is_of_another(self, run: RunDir) -> bool:
-        """Return whether the run has another job: its command was suspended while another one submitted it."""
+        """Return whether the run has a different job.
+
+        That happens if a suspended command submitted this job too late.
+        """
         with suppress(OSError):  # the attempt will find the error
             return self.submission is not None and not submission.is_named(run, self.submission)
         return False
@@ -129,13 +132,13 @@ class SlurmJob:
         """Remember the first signal that asks this job to stop, until the attempt installs its own handlers."""
         for signum in set(STOP_SIGNALS) & set(signals.handled()):
             signal.signal(signum, self._on_signal)
-        signal.signal(signal.SIGCONT, signal.SIG_DFL)  # comes with every SIGTERM, without a meaning
+        signal.signal(signal.SIGCONT, signal.SIG_DFL)  # accompanies every SIGTERM and means nothing
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self.early_signal = self.early_signal or signum
 
     def identity(self) -> dict[str, Any]:
-        """Return the ids of the job and its place: host, node name in Slurm, number of nodes, launcher, job name.
+        """Return entries that identify the job and where it runs.
 
         The keys are job_id, submission, restart_count, host, node, launcher, job_name and nodes. launcher and job_name
         identify the job if the command that submitted it was killed before it recorded the job.
@@ -152,7 +155,7 @@ class SlurmJob:
         }
 
     def began(self) -> float:
-        """Return when the batch script of this start began (another machine: this process), on `clock.monotonic`."""
+        """Return when this start's batch script (or this process, on other nodes) began, on `clock.monotonic`."""
         boot, _, seconds = processes.environment.get(requeue.BATCH_BEGAN, "").partition(" ")
         with suppress(ValueError):
             if boot and boot == processes.boot_id() and float(seconds) >= 0:
@@ -162,10 +165,10 @@ class SlurmJob:
     def waited(self) -> dict[str, float]:
         """Return how long this job waited before this start, in seconds of Slurm's clock.
 
-        `hold_s`: held by its user, by a dependency, or for two minutes after a requeue. `queue_s`: waiting for nodes.
-        Empty if Slurm does not answer.
+        `hold_s` is the time held by the user, by a dependency, or for two minutes after a requeue. `queue_s` is the
+        time spent waiting for nodes. The result is empty if Slurm does not answer.
 
-        If the job was preempted before this process existed, send the process SIGTERM now: with PreemptMode=CANCEL
+        If the job was preempted before this process existed, send SIGTERM to this process now. With PreemptMode=CANCEL
         nothing else would requeue the job.
         """
         try:
@@ -179,16 +182,16 @@ class SlurmJob:
         return {"hold_s": max(hold, 0.0), "queue_s": max(queue, 0.0)}
 
     def on_started(self) -> None:
-        """Reset the count of failed starts. From here on, attempts without progress are counted."""
+        """Reset the count of failed starts. From here on, attempts without progress are counted instead."""
         with suppress(OSError):
             requeue.note_failed_starts(self._starts, 0)
 
     def cause(self, signum: int) -> str:
-        """Return why `signum` came: preempted, time limit, cancelled, requeued, node failure or interrupted."""
+        """Return why `signum` was sent: preempted, time limit, cancelled, requeued, node failure or interrupted."""
         return self._requeuer.cause(signum)
 
     def cause_of_loss(self, record: dict[str, Any]) -> str:
-        """Return how an attempt without a recorded end ended: "node failure", "requeued" or "killed".
+        """Infer how an attempt without a recorded end ended: "node failure", "requeued" or "killed".
 
         Slurm restarts a job without a signal if its node is lost, or if somebody requeues it while it is suspended.
         """
@@ -207,7 +210,7 @@ class SlurmJob:
         return final
 
     def yield_verdict(self, reason: str | None = None) -> bool:
-        """Let another rank or the batch script decide how this job ends, not this process's exit.
+        """Let a different rank or the batch script decide how this job ends, instead of this process's exit.
 
         Return whether the batch script requeues a job that no rank has ended.
         """
@@ -218,14 +221,14 @@ class SlurmJob:
         return self._requeue_killed
 
     def record_verdict(self) -> None:
-        """Record for the batch script that this process decides how the job ends, unless it yielded that."""
+        """Record for the batch script that this process decides how the job ends, unless `yield_verdict` was called."""
         if self._has_verdict:
             with suppress(OSError):
                 files.touch(self._verdict)
 
 
 def _node_was_lost(record: dict[str, Any]) -> bool:
-    """Return whether the node of an earlier attempt was lost since the attempt began, or nothing is known of it."""
+    """Return whether an earlier attempt's node has been lost since the attempt began, or is unknown to Slurm."""
     try:
         (node,) = scheduler.show_nodes(str(record["node"])) if record.get("node") else [{}]
         began = datetime.fromtimestamp(record["started"], UTC).strftime("%Y-%m-%dT%H:%M:%S")

@@ -1,4 +1,4 @@
-"""Start runs as processes of this machine."""
+"""Start runs as processes on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POLL_S = 0.2
 TRAINING = "runner.training.attempt:attempt"
 TAIL = 4096
 """How many bytes at the end of a log are read."""
-SLOT = "runner.cli.start.slot:slot"  # of a search, which prints its own table
+SLOT = "runner.cli.start.slot:slot"  # a search prints its table itself
 
 
 @dataclass
@@ -36,8 +36,8 @@ class LocalLauncher:
 
     ranks: Any = 1  # a number, or a range such as "1-4"
     slots: int = 1
-    gpus: Any = None  # a list of numbers or names; None: all that are visible
-    command: list[str] | None = None  # None: Python with the module of the attempt
+    gpus: Any = None  # a list of numbers or names, or None for all visible GPUs
+    command: list[str] | None = None  # if None, Python with the attempt's module
     dry_run: bool = False
     retry_failed: bool = False
 
@@ -47,7 +47,7 @@ class LocalLauncher:
         return self.slots
 
     def command_for(self, attempt: str = TRAINING) -> list[str]:
-        """Return the command that makes an attempt; the run directory is appended to it."""
+        """Return the command that starts an attempt, to which the run directory is appended."""
         return self.command or [sys.executable, "-m", attempt.partition(":")[0]]
 
     def rank_counts(self) -> RankCounts:
@@ -55,7 +55,7 @@ class LocalLauncher:
         return RankCounts(ranges.parse("launcher.ranks", self.ranks), f"launcher.ranks={self.ranks}")
 
     def check(self, run_dirs: list[Path]) -> list[str]:
-        """Return the errors of the options."""
+        """Return errors in the options."""
         errors = []
         if not isinstance(self.slots, int) or self.slots < 1:
             errors.append(f"launcher.slots={self.slots!r} must be a whole number, 1 or more")
@@ -87,7 +87,7 @@ class LocalLauncher:
         return visible_gpus() if self.gpus is None else [str(gpu) for gpu in self.gpus]
 
     def ranks_for(self, slots: int) -> int:
-        """Return the ranks of each of `slots` runs at a time: as many as are free, within launcher.ranks."""
+        """Return the number of ranks per run if `slots` runs share the free GPUs, within launcher.ranks."""
         counts = self.rank_counts().counts
         free = (len(self.visible()) or processes.cores()) // slots
         return min(max(free, counts[0]), counts[-1])
@@ -104,26 +104,26 @@ class LocalLauncher:
         return [Finding("ok", f"runs on this machine, {self.slots} at a time{each}, {len(gpus) or 'no'} GPUs")]
 
     def preview(self, run_dirs: list[Path]) -> str:
-        """Return the command of each run; for several ranks, the equivalent torchrun command."""
+        """Return each run's command. For several ranks, return the equivalent torchrun command."""
         python, *rest = self.command_for()
         ranks = self.ranks_for(min(self.slots, len(run_dirs)))
         several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         return "\n".join(shlex.join([python, *several, *rest, str(run_dir)]) for run_dir in run_dirs)
 
     def cancel(self, run_dirs: list[Path]) -> dict[Path, str]:
-        """Return nothing: there is no scheduler. `runner cancel` signals the process that trains."""
+        """Return {}, because there is no scheduler. `runner cancel` sends a signal to the training process instead."""
         return {}
 
     def jobs(self, run_dirs: list[Path]) -> dict[Path, JobInfo]:
-        """Return nothing: there is no scheduler. A live run holds the lease of its directory."""
+        """Return {}, because there is no scheduler. A live run holds the lease of its directory."""
         return {}
 
     def launch(self, run_dirs: list[Path], attempt: str, guards: Sequence[files.Guard] = ()) -> int:
-        """Run `slots` runs at a time as processes; return the first exit status that is not 0, else 0.
+        """Run the runs as processes, `slots` at a time. Return the first nonzero exit status, else 0.
 
-        A run that fails does not affect the others. Ctrl-C, SIGTERM and SIGHUP are forwarded: the runs save and exit,
-        and no further run starts. Each attempt acquires its lease. A single run with launcher.ranks writes to this
-        terminal, like a run in this process.
+        A run that fails does not affect the others. Ctrl-C, SIGTERM and SIGHUP are forwarded, so that the runs save and
+        exit; no further run starts. Each attempt acquires its run's lease. A single run with launcher.ranks writes to
+        this terminal, as a run in this process does.
         """
         if self.dry_run:
             print(self.preview(run_dirs))
@@ -147,12 +147,12 @@ class LocalLauncher:
         return next((status for status in statuses if status), 0)
 
     def follow(self, run_dirs: list[Path]) -> int:
-        """Do nothing: `launch` returns when the runs are over."""
+        """Do nothing, because `launch` returns only when the runs have ended."""
         return 0
 
 
 def _last_error(log: Path) -> str | None:
-    """Return the error in the last line of a log, for a process that failed before it could record why."""
+    """Return the error in the last line of a log, to explain a process that failed before it could record why."""
     with suppress(OSError), files.open_regular(log) as file:
         file.seek(max(0, files.size_of(file.fileno()) - TAIL))
         *_, last = ["", *file.read().decode(errors="replace").splitlines()]
@@ -161,14 +161,14 @@ def _last_error(log: Path) -> str | None:
 
 
 class Sweep:
-    """Several runs as processes of this machine.
+    """Run several runs as processes on this machine.
 
     Args:
-        launcher: its options apply.
+        launcher: the launcher whose options apply.
         run_dirs: directories of the runs.
-        command: makes an attempt in the directory appended to it; None: an attempt to train.
-        alone: whether this is one run, whose rank 0 writes to this terminal. Otherwise each run has a log and a table
-            is shown.
+        command: command that starts an attempt, to which the run directory is appended. If None, the attempt trains.
+        alone: whether this is a single run, whose rank 0 writes to this terminal. Otherwise each run writes to a log,
+            and a table is shown.
         brief: show the table only on a terminal, and remove it at the end.
     """
 
@@ -194,11 +194,11 @@ class Sweep:
         self._stopping = False
         self._received: list[int] = []  # signals that are not forwarded yet
         self._interrupts = 0
-        self.losses: dict[Path, list[str]] = {}  # a sentence for each rank that a signal ended
+        self.losses: dict[Path, list[str]] = {}  # a sentence for each rank that a signal killed
 
     def run(self) -> list[int]:
-        """Return the exit status of every run, in order; INTERRUPTED for a run that was not started."""
-        # The runs save and exit at the first signal, and exit at once at a second Ctrl-C.
+        """Run all, and return their exit statuses in order: INTERRUPTED for a run that was not started."""
+        # At the first signal the runs save and exit. At a second Ctrl-C they exit immediately.
         with signals.received_by(self._receive):
             try:
                 console = display.console()
@@ -213,7 +213,8 @@ class Sweep:
         return [self._statuses.get(run_dir, int(ExitStatus.INTERRUPTED)) for run_dir in self._run_dirs]
 
     def _step(self) -> dict[Path, str]:
-        """Forward signals, note which runs have ended, fill the free slots, and return the state of every run."""
+        """Forward signals, record which runs have ended, start runs in free slots, and return the state of every
+        run."""
         self._forward_signals()
         for slot, (run_dir, attempt) in list(self._running.items()):
             status = attempt.poll()
@@ -242,7 +243,8 @@ class Sweep:
         return RankProcesses(self._command, run, self._ranks, self._environment(slot), log)
 
     def _environment(self, slot: int) -> dict[str, str]:
-        """Return an environment with one GPU per rank (shared if there are too few) and an equal share of the cores."""
+        """Return the environment of a slot: one GPU per rank (shared if there are too few) and an equal share of the
+        cores."""
         environment = dict(processes.environment)
         if self._gpus or self._chosen:
             first, count = slot * self._ranks, min(self._ranks, len(self._gpus))
@@ -253,10 +255,10 @@ class Sweep:
         return environment
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
-        """Note the signal and do no more: it may come while a run is being started."""
+        """Only record the signal, because it may arrive while a run is being started."""
         if signum == signal.SIGINT:
             self._interrupts += 1
-            signals.announce(self._interrupts)  # once, for all the runs
+            signals.announce(self._interrupts)  # one announcement for all runs
         self._stopping = True
         self._received.append(signum)
 

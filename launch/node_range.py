@@ -1,9 +1,9 @@
-"""Jobs of varying size: with `launcher.nodes=1-4` each start gets the nodes that are free at that moment.
+"""Support jobs of varying size: with `launcher.nodes=1-4`, each start gets the nodes that are free at that moment.
 
-Slurm treats the number of tasks of a submission as a limit. A job with `--nodes=1-4 --ntasks-per-node=1` counts as one
-task and never gets a second node. With more tasks per node, Slurm remembers at a requeue how many tasks the last start
-had, and waits for as many nodes. So the submission requests CPUs and GPUs per node and no tasks. The batch script
-passes srun the number of tasks for the nodes that the job has.
+Slurm treats the number of tasks of a submission as a limit. To Slurm, a job with `--nodes=1-4 --ntasks-per-node=1` has
+one task, so it never gets a second node. With more tasks per node, Slurm remembers at a requeue how many tasks the last
+start had, and waits for the same number of nodes. So the submission requests CPUs and GPUs per node and no tasks. The
+batch script passes srun the number of tasks for the nodes that the job has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TASKS = {"n", "ntasks", "ntasks_per_node", "tasks_per_node", "ntasks_per_gpu", "
 
 
 def errors(options: SlurmOptions) -> list[str]:
-    """Return errors for options that would fix the size of a job whose size may vary."""
+    """Return an error for each option that would fix the size of a job whose size may vary."""
     named = {str(key).lstrip("-"): key for key in options.additional}
     return [
         f"launcher.nodes={options.nodes}: launcher.additional.{key} would fix the number of tasks, and so that of the "
@@ -28,7 +28,7 @@ def errors(options: SlurmOptions) -> list[str]:
 
 
 def submission_options(options: SlurmOptions) -> dict[str, Any]:
-    """Return sbatch options that replace nodes, tasks per node and GPUs per task; none for a fixed size."""
+    """Return the sbatch options that replace nodes, tasks per node and GPUs per task. Return none for a fixed size."""
     if not options.is_elastic:
         return {}
     nodes, tasks, gpus = options.node_counts, options.tasks_per_node, options.gpus_per_task
@@ -40,9 +40,9 @@ def submission_options(options: SlurmOptions) -> dict[str, Any]:
 
 
 def script_lines(options: SlurmOptions) -> list[str]:
-    """Return lines of the batch script that set the number of tasks for srun; none for a fixed size.
+    """Return the batch script's lines that set srun's number of tasks. Return none for a fixed size.
 
-    srun reads the variables, and passes those of the GPUs to its tasks.
+    srun reads these variables, and passes the GPU variables to its tasks.
     """
     if not options.is_elastic:
         return []

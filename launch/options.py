@@ -1,4 +1,4 @@
-"""The options of a Slurm job: the keys of conf/launcher/slurm.yaml, which documents them."""
+"""Define the options of a Slurm job, which conf/launcher/slurm.yaml documents."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SlurmOptions:
 
     @property
     def node_counts(self) -> range:
-        """Return the numbers of nodes that a start of the job may have, in ascending order.
+        """Return the allowed numbers of nodes of a start, in ascending order.
 
         Raises:
             UserError: launcher.nodes is neither a number nor a range.
@@ -61,10 +61,10 @@ class SlurmOptions:
 
     @property
     def is_elastic(self) -> bool:
-        """Return whether each start takes the nodes that are free, within a range."""
+        """Return whether each start gets the nodes that are free, within a range."""
         return len(self.node_counts) > 1
 
     @property
     def tasks(self) -> int:
-        """Return the number of ranks; the largest number if it may vary."""
+        """Return the number of ranks, or the largest number if it may vary."""
         return self.node_counts[-1] * self.tasks_per_node

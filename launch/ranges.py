@@ -1,7 +1,8 @@
-"""Parse launcher options that are a number, or a range from which each start takes what is free: `3`, `"1-4"`.
+"""Parse launcher options that are a number such as `3`, or a range such as `"1-4"`.
 
-A range of nodes or ranks lets the number of ranks change between attempts. The command checks that the run's config
-allows this. It asks the launcher for its `runner.contracts.RankCounts`.
+With a range, each start takes the free nodes or GPUs within it, so the number of ranks may change between attempts. The
+command gets the possible numbers from the launcher (`runner.contracts.RankCounts`) and checks that the run's config
+allows them.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ LARGEST = 2**20
 
 
 def parse(key: str, value: Any) -> range:
-    """Return the numbers that an option allows, in ascending order; one number for `3` or `"3"`.
+    """Return the numbers that an option allows, in ascending order. For `3` or `"3"`, this is one number.
 
     Args:
         key: the option, such as `launcher.nodes`.
-        value: of the option in the config.
+        value: the option's value in the config.
 
     Raises:
         UserError: the value is neither a whole number from 1 to 2**20, nor `first-last` with two of them in ascending
             order.
     """
-    # YAML and Hydra parse 3 and "3" and 1-4 to an int or a string. True is an int as well.
+    # YAML and Hydra parse 3 and "3" and 1-4 to an int or a string. In Python, True is an int too.
     text = str(value).strip() if isinstance(value, int | str) and not isinstance(value, bool) else ""
     found = re.fullmatch(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", text, re.ASCII)
     if found is not None:

@@ -1,7 +1,7 @@
-"""Run the ranks of one attempt as processes of this machine, with the environment that torchrun would set.
+"""Run the ranks of one attempt as processes on this machine, with the environment variables that torchrun sets.
 
-The kernel ends them with the command that started them, even if that is killed (`processes.end_with_parent`). When a
-rank is lost, the others notice it and close the run's records.
+When the command that started them ends, even by SIGKILL, the kernel kills them (`processes.end_with_parent`). When a
+rank is lost, the remaining ranks notice it and close the run's records.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from runner.errors import ExitStatus
 from runner.rundir.paths import RunDir
 from runner.system import clock, files, processes, signals
 
-# How long the remaining ranks may take to exit. After another rank has failed: to notice that (within
-# train.peer_timeout_s, 60 s by default), to close the records and to exit.
+# How long the remaining ranks may take to exit after a rank has failed. They must notice the failure (within
+# train.peer_timeout_s, 60 s by default), close the records and exit.
 GRACE_S = 90.0
 # After rank 0 has ended, which is normally the last to end.
 AFTER_RANK_0_S = 30.0
-# After rank 0 was lost: no other rank writes records.
+# After rank 0 was lost, since no other rank writes records.
 WITHOUT_RANK_0_S = 1.0
 STDERR = 2  # the file descriptor
-LAST_OUTPUT_S = 2.0  # to copy the last output of a rank; a child that outlives it may keep the pipe open
+LAST_OUTPUT_S = 2.0  # wait to copy a rank's last output; a child that outlives the rank may keep the pipe open
 
 
 class RankProcesses:
-    """The processes of one attempt, one per rank. An attempt without ranks is one process.
+    """The processes of one attempt, one per rank. An attempt without ranks has one process.
 
     Args:
-        command: makes an attempt at the run whose directory is its last argument.
-        run: the run.
-        count: how many ranks.
+        command: the command to run. The run's directory is appended as its last argument.
+        run: the run to train.
+        count: number of ranks.
         environment: shared by all ranks; the variables of each rank are added to it.
-        log: file for the output of rank 0 and the errors of the other ranks. None: the output of this process, usually
-            a terminal. Each other rank has a file for all its output.
+        log: file for the output of rank 0 and the errors of the other ranks. If None, they are written to this
+            process's output, usually a terminal. Every rank except 0 also has its own log file.
         grace_s: seconds that the ranks may take to exit after one has failed.
     """
 
@@ -54,7 +54,7 @@ class RankProcesses:
         self._run = run
         self._log = log
         self._grace_s = grace_s
-        self._since: dict[float, float] = {}  # seconds to exit within -> when they began
+        self._since: dict[float, float] = {}  # allowed seconds to exit -> when the wait began
         self._interrupted = False
         self._killed: set[int] = set()
         self._copying: list[threading.Thread] = []
@@ -99,11 +99,11 @@ class RankProcesses:
             shown = STDERR if self._log is None else opened.enter_context(files.open_append(self._log)).fileno()
             for line in opened.enter_context(errors):
                 for fd in (own, shown):
-                    with suppress(OSError):  # a full disk, a terminal that was closed: the rank must not wait for it
+                    with suppress(OSError):  # a full disk or a closed terminal must not block the rank
                         files.write_all(fd, line)
 
     def send(self, signum: int) -> None:
-        """Forward a signal to every rank, which saves and exits. Kill the ranks at a second Ctrl-C."""
+        """Forward a signal to every rank, so that it saves and exits. At a second Ctrl-C, kill the ranks."""
         if signum == signal.SIGINT and self._interrupted:
             self.kill()
         self._interrupted = self._interrupted or signum == signal.SIGINT
@@ -111,7 +111,7 @@ class RankProcesses:
             process.send_signal(signum)  # does nothing if it has ended
 
     def poll(self) -> int | None:
-        """Return the exit status of rank 0 as a shell reports it, once every rank has ended; None until then."""
+        """Return rank 0's exit status as a shell reports it once all ranks have ended, and None until then."""
         ended = [process.poll() for process in self._processes]
         if all(status is not None for status in ended):
             for thread in self._copying:
@@ -122,7 +122,7 @@ class RankProcesses:
         return None
 
     def _kill_late(self, ended: Sequence[int | None]) -> None:
-        """Kill the ranks that take too long to exit after those that `ended` with these statuses."""
+        """Kill ranks that take too long to exit after the first ones. `ended` has each rank's exit status, or None."""
         now = clock.monotonic()
         if any(status not in (None, ExitStatus.FINISHED, ExitStatus.INTERRUPTED) for status in ended):
             self._since.setdefault(self._grace_s, now)
@@ -144,7 +144,7 @@ class RankProcesses:
                 process.kill()
 
     def losses(self) -> list[str]:
-        """Return a sentence for each rank that a signal ended."""
+        """Return one sentence for each rank that was killed by a signal."""
         found = []
         for rank, process in enumerate(self._processes):
             status = process.returncode
@@ -158,7 +158,7 @@ class RankProcesses:
 
 
 def _meeting_point(count: int) -> dict[str, str]:
-    """Return the environment that all ranks share: their number, and where they connect."""
+    """Return the environment variables that all ranks share: the world size and the address of rank 0."""
     return {
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),

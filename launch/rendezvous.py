@@ -1,4 +1,4 @@
-"""Let the ranks of a Slurm job connect: derive the environment that torchrun would set from Slurm's.
+"""Derive the environment variables that torchrun would set from Slurm's, so that a job's ranks can connect.
 
 `python -m launch.rendezvous` prints a free port. The batch script runs it on the first node, where rank 0 will listen,
 and passes the port to all ranks.
@@ -13,7 +13,7 @@ import zlib
 from launch import scheduler
 from runner.system import processes
 
-# Below the kernel's ephemeral ports.
+# These ports are below the kernel's ephemeral range.
 PORTS = range(12_000, 32_000)
 
 
@@ -24,9 +24,9 @@ def export() -> None:
     """
     environment = processes.environment
     environment["RANK"] = environment.get("SLURM_PROCID", "0")
-    # The tasks that srun has started: the job's number of tasks may differ from that of this start.
+    # Use the number of tasks that srun has started, because the number in the job's record may differ.
     environment["WORLD_SIZE"] = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
-    # With one GPU bound to each task, every rank sees only its own, as number 0.
+    # With one GPU bound to each task, every rank sees only that GPU, as number 0.
     bound = environment.get("SLURM_GPUS_PER_TASK") == "1"
     environment["LOCAL_RANK"] = "0" if bound else environment.get("SLURM_LOCALID", "0")
     if not environment.get("MASTER_ADDR"):
@@ -42,7 +42,7 @@ def restart_count() -> int:
 
 
 def first_host() -> str:
-    """Return an address of the node of rank 0."""
+    """Return an address of rank 0's node."""
     if processes.environment.get("SLURM_JOB_NUM_NODES", "1") == "1":
         return "127.0.0.1"
     try:
@@ -54,7 +54,7 @@ def first_host() -> str:
 
 
 def free_port() -> int:
-    """Return a port of this machine on which nothing listens.
+    """Return a free port of this machine.
 
     Raises:
         OSError: all ports of `PORTS` are in use.

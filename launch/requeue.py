@@ -1,8 +1,8 @@
-"""Requeue a job: decide whether, ask Slurm until it is done, and write the batch script's part.
+"""Decide whether to requeue a job, ask Slurm until it has, and write the batch script's part of this.
 
-Slurm never requeues a job that exits, not even with status 0 during the grace time of a preemption: the run would be
-lost. A job that is asked to stop therefore requeues itself, and requeue.sh requeues a job whose ranks were killed.
-docs/slurm.md, "How requeueing decides", explains how these parts work together.
+Slurm never requeues a job that exits, not even one that exits with status 0 in the grace time of a preemption. The run
+would be lost. A job that is asked to stop therefore requeues itself, and requeue.sh requeues a job whose ranks were
+killed. docs/slurm.md, "How requeueing decides", explains how these parts work together.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ REQUEUED_CAUSES = frozenset({"preempted", "time limit", "interrupted", "node fai
 LOST_REASONS = frozenset({"NodeDown", "JobLaunchFailure", "SystemFailure"})
 STATE_CHECKS, STATE_CHECK_PAUSE_S = 4, 0.5  # a signal may arrive before the job's state explains it
 NOTICE_EARLY_S = 60.0  # Slurm checks time limits this rarely, and signals early rather than late
-KILL_MARGIN_S = 5.0  # requeue this long before Slurm kills the job, whether or not the step and the save are done
-RETRY_S = 5.0  # pause between two requests to requeue
-MAX_REFUSALS = 12  # after an interruption, where Slurm is not about to kill the job
+KILL_MARGIN_S = 5.0  # requeue this long before Slurm kills the job, even if a step or save is unfinished
+RETRY_S = 5.0  # pause between two requeue requests
+MAX_REFUSALS = 12  # after an interruption, when Slurm is not about to kill the job
 MAX_FORGOTTEN = 12  # answers in a row, seconds apart, that no such job exists: Slurm has lost it
 
 # The batch script keeps asking for an hour, so that no job is lost while the controller is away.
 SCRIPT = Path(__file__).with_name("requeue.sh")
 SCRIPT_TRIES, SCRIPT_PAUSE_S = 360, 10
-MAX_FAILED_STARTS = 3  # in a row, before an attempt could begin: then the environment is broken
+MAX_FAILED_STARTS = 3  # in a row, before an attempt could begin; the environment is then considered broken
 GIVEN_UP = "not requeued: "  # prefix of the batch script for the reason of the last failed start
 NOTE_BYTES = 1000  # size of the line in a file of failed starts, without its line break
 SUBMISSION = "REQUEUE_SUBMISSION"
@@ -57,7 +57,7 @@ Record = Mapping[str, str]
 def mark(job_id: str, submission: str | None) -> str:
     """Return the prefix of a job's marker files.
 
-    It contains the submission, because Slurm may reuse the id of a lost job that still works.
+    The prefix contains the submission's name, because Slurm may reuse the id of a lost job that is still running.
     """
     return f"{job_id}.{submission}" if submission else job_id
 
@@ -67,23 +67,23 @@ def verdict_file(folder: Path, mark: str, restart_count: int) -> Path:
 
     A start that ends without the file was killed.
 
-    srun's exit status does not show this. It is 1 after a memory limit, too, and where srun could not start the ranks.
-    Each start has a separate file, because a rank of an earlier start, on a disconnected node, may write late.
+    srun's exit status does not show this. It is also 1 if a memory limit was exceeded or srun could not start the
+    ranks. Each start has a separate file, because a rank of an earlier start, on a disconnected node, may write late.
     """
     return folder / f"{mark}.{restart_count}.verdict"
 
 
 def starts_file(folder: Path, mark: str) -> Path:
-    """Return the path of the count of failed starts: in a row, before an attempt could begin, and why.
+    """Return the path of the file that counts consecutive starts which failed before an attempt, and states why.
 
     The file has one line of a fixed size. The batch script creates it at the first start and later overwrites it in
-    place. That works on a full disk, where a start that fails must be counted as well.
+    place. Overwriting works on a full disk, where failed starts must be counted too.
     """
     return folder / f"{mark}.starts"
 
 
 def failed_starts(path: Path) -> tuple[int, str]:
-    """Return how many starts failed in a row and why the last one did; 0 if there is no such file.
+    """Return how many starts failed in a row, and why the last one failed. Without the file, the count is 0.
 
     Raises:
         OSError: the file cannot be read.
@@ -117,9 +117,9 @@ def script_lines(folder: Path, requeue_killed: bool, submission: str = "") -> li
     requeue.sh is copied, so that an upgrade of this package between submission and requeue does not change it.
 
     Args:
-        folder: for the job's marker files.
+        folder: directory for the job's marker files.
         requeue_killed: whether to requeue a job that no rank has ended.
-        submission: its name; empty in a preview.
+        submission: name of the submission; empty in a preview.
     """
     parameters = {
         "FOLDER": folder,
@@ -137,17 +137,17 @@ def script_lines(folder: Path, requeue_killed: bool, submission: str = "") -> li
 
 
 def setup_lines(setup: Sequence[str]) -> list[str]:
-    """Return the user's setup for the batch script, between lines that end the job if a command fails."""
+    """Return the user's setup commands for the batch script, wrapped so that the job ends if one of them fails."""
     return [CHECK_SETUP, *setup, CHECKED_SETUP] if setup else []
 
 
 def is_running(job: Record) -> bool:
-    """Return whether the job is in any state but waiting, ending or over."""
+    """Return whether the job is in a state other than waiting, ending or ended."""
     return job.get("JobState", "COMPLETING") not in SLURM_NOT_RUNNING
 
 
 def ended_by(job: Record, restart_count: int) -> str | None:
-    """Return how Slurm has ended this start of the job; None while it runs, and if Slurm did not answer.
+    """Return how Slurm ended this start of the job, or None if it still runs or Slurm did not answer.
 
     Args:
         job: record of the job.
@@ -168,14 +168,14 @@ def ended_by(job: Record, restart_count: int) -> str | None:
 def _ended_at_preemption(job: Record) -> bool:
     """Return whether Slurm cancelled the job at the second of its preemption (CANCEL without a grace time).
 
-    A job that is cancelled during its grace time has a preemption time as well, but ends later.
+    A job that is cancelled during its grace time has a preemption time too, but ends later.
     """
     preempted = _time(job.get("PreemptTime"))
     return preempted is not None and preempted == _time(job.get("EndTime"))
 
 
 def cause_of_stop(job: Record, restart_count: int, signum: int, notice_s: float | None = None) -> str:
-    """Return why the job received `signum`; from the signal alone if Slurm did not answer.
+    """Return why the job received `signum`. If Slurm did not answer, infer it from the signal alone.
 
     Args:
         job: record of the job.
@@ -195,24 +195,24 @@ def cause_of_stop(job: Record, restart_count: int, signum: int, notice_s: float 
 
 
 def is_preempted(job: Record) -> bool:
-    """Return whether this start of the job runs and is preempted; an earlier start does not count."""
+    """Return whether this start of the job runs and is preempted. Preemptions of earlier starts are ignored."""
     began, preempted = _time(job.get("StartTime")), _time(job.get("PreemptTime"))
     return is_running(job) and began is not None and preempted is not None and began <= preempted
 
 
 def seconds_left(job: Record) -> float | None:
-    """Return the seconds until Slurm ends the job (time limit, end of a grace time); None if it does not."""
+    """Return the seconds until Slurm ends the job (time limit or end of a grace time), or None if it will not."""
     end = _time(job.get("EndTime"))
     return None if end is None else (end - utc_now()).total_seconds()
 
 
 def utc_now() -> datetime:
-    """Return the time in the form and zone in which Slurm's commands are made to print it."""
+    """Return the current UTC time without a zone, in the form in which `scheduler.ask` makes Slurm print times."""
     return datetime.fromtimestamp(clock.wall(), UTC).replace(tzinfo=None)
 
 
 def _time(text: str | None) -> datetime | None:
-    """Parse a time that Slurm prints; None for its several words for no time."""
+    """Parse a time that Slurm prints. Return None for the words that mean no time, such as N/A."""
     try:
         return datetime.fromisoformat(text or "")
     except ValueError:
@@ -220,7 +220,7 @@ def _time(text: str | None) -> datetime | None:
 
 
 class Requeuer:
-    """The requeueing of one job, from inside that job.
+    """Requeue the job that this process is part of.
 
     Args:
         job_id: `12`, or `12_3` for a task of an array.
@@ -237,14 +237,14 @@ class Requeuer:
         self._submission = submission
         self._notice_s = notice_s
         self._began = utc_now()
-        self._asked = False  # Slurm was asked to requeue the job, possibly by the timer
-        self._forgotten = False  # Slurm's last answer: no such job
-        self._turn = threading.Lock()  # so that the timer and the end of the attempt do not ask at once
+        self._asked = False  # whether Slurm was asked to requeue the job, possibly by the timer
+        self._forgotten = False  # whether Slurm's last answer was that there is no such job
+        self._turn = threading.Lock()  # the timer and the end of the attempt must not ask at the same time
 
     def cause(self, signum: int) -> str:
-        """Return why the job is asked to stop. If Slurm will kill and not requeue it, start a timer that does.
+        """Return why the job is asked to stop. If Slurm will kill but not requeue it, start a timer that requeues it.
 
-        The timer requeues the job before the kill: a step or save that is longer than the notice must not end the run.
+        The timer requeues the job before the kill, so that a step or save longer than the notice does not end the run.
         """
         if signum == signal.SIGINT:
             return "cancelled"
@@ -262,13 +262,13 @@ class Requeuer:
     def requeue(self, cause: str) -> str | None:
         """Requeue the job if `cause` requires it; return once Slurm has done so.
 
-        A refusal is retried until the job is killed. To exit would end the job for good, while Slurm requeues a
+        If Slurm refuses, retry until the job is killed. Exiting would end the job for good, whereas Slurm requeues a
         preempted job that waits to be killed.
 
         Returns:
-            the final cause: "cancelled" if the job was cancelled since, or Slurm has lost it; "requeued" if Slurm or
-            somebody else requeued it first. None if nothing could be done here: there is no scontrol (for example in
-            a container), or Slurm refused `MAX_REFUSALS` times after an interruption.
+            the final cause: "cancelled" if the job has been cancelled, or Slurm has lost it; "requeued" if Slurm or
+            somebody else requeued it first. None if this process cannot requeue it, because there is no scontrol (for
+            example in a container), or because Slurm refused `MAX_REFUSALS` times after an interruption.
         """
         if cause not in REQUEUED_CAUSES:
             return cause
@@ -283,10 +283,10 @@ class Requeuer:
             _print(f"the notice is nearly over and the attempt is not done: requeued job {self._job_id} as it is")
 
     def _ask_until_queued(self, pause_s: float, max_refusals: float = math.inf) -> str | None:
-        """Ask Slurm until the job is queued: "asked", "requeued" (by others), "cancelled", or None after giving up.
+        """Ask Slurm until the job is queued. Return "asked", "requeued" (by others), "cancelled", or None on giving up.
 
-        Nothing is requeued on a guess: while Slurm does not answer, the job may have been cancelled. A job that Slurm
-        has lost counts as cancelled. There is nothing to requeue, and rerunning the command submits a new job.
+        While Slurm does not answer, do not requeue: the job may have been cancelled. Treat a job that Slurm has lost as
+        cancelled, since there is nothing to requeue. Rerunning the command submits a new job.
         """
         refusals = forgotten = 0
         while processes.find_command("scontrol") and refusals < max_refusals:
@@ -304,7 +304,8 @@ class Requeuer:
     def _look_and_ask(self) -> str | None:
         """Read the job's state and ask Slurm to requeue it, unless it is queued or cancelled.
 
-        Return "asked" or "refused"; "requeued" or "cancelled" if it already is; None if Slurm did not answer.
+        Return "asked" or "refused"; "requeued" or "cancelled" if that has already happened; None if Slurm did not
+        answer.
         """
         with self._turn:
             job = self.record()
@@ -329,8 +330,8 @@ class Requeuer:
             return "asked" if self._ask(job) else "refused"
 
     def _ask(self, job: Record) -> bool:
-        """Ask Slurm once to requeue the job; return whether it did."""
-        self._asked = True  # set first: an answer may not come
+        """Ask Slurm once to requeue the job. Return whether Slurm did so."""
+        self._asked = True  # set first, because Slurm may requeue the job without answering
         try:
             scheduler.requeue(self._job_id, only_running=is_running(job))
         except scheduler.SchedulerError as error:
@@ -339,7 +340,8 @@ class Requeuer:
         return True
 
     def record(self) -> dict[str, str]:
-        """Return the job's record; empty if Slurm does not answer, state REVOKED if the id is another job's now."""
+        """Return the job's record: empty if Slurm does not answer, state REVOKED if the id now belongs to a different
+        job."""
         try:
             found = scheduler.show_job(self._job_id)
             self._forgotten = False
@@ -355,9 +357,10 @@ class Requeuer:
     def _is_another(self, found: Record) -> bool:
         """Return whether Slurm has lost this job (for example its state was deleted) and reused its id.
 
-        The path of the batch script identifies the job. Where sbatch is a wrapper that submits a copy, its user, name
-        and time do. In doubt it is this job, which would be lost otherwise. `RecordedJob.is_same` decides the other
-        way: it must not take another job for the run's job. requeue.sh has the same check.
+        The path of the batch script identifies the job. If sbatch is a wrapper that submits a copy of the script, the
+        user, name and submit time identify it. When in doubt, assume that it is this job, which would be lost
+        otherwise. `RecordedJob.is_same` assumes the opposite, because it must not mistake a different job for the run's
+        job. requeue.sh has the same check.
         """
         restarts = int(found.get("Restarts", self._restart_count))
         if restarts < self._restart_count:

@@ -12,23 +12,24 @@ from runner.contracts import SLURM_ENDING, SLURM_OVER, SLURM_SUSPENDED, SLURM_WA
 from runner.system import processes
 
 COMMANDS = ("sbatch", "srun", "squeue", "scontrol")
-TIMEOUT_S = 30  # a controller that is busy for longer counts as not answering
+TIMEOUT_S = 30  # a controller that is busy for longer is treated as not answering
 JOB_ID = re.compile(r"([0-9]{1,10})(_[0-9]{1,10})?")  # `12`, or `12_3` for a task of an array
 # The clocks of Slurm and a node may differ by this much: munge refuses larger differences.
 CLOCKS_DIFFER_S = 300.0
-END_OF_JOB_IDS = 2**32 - 2  # this number and the next one mean "all" and "none" to Slurm
-# Prefix of the names of batch scripts, as in submitit; the name of the submission and a number follow.
+END_OF_JOB_IDS = 2**32 - 2  # Slurm uses this number and the next one for "all" and "none"
+# Prefix of batch script names, as in submitit. The submission's name and a number follow.
 SCRIPT_PREFIX = ".submission_file_"
 SCRIPT_NAME = re.compile(re.escape(SCRIPT_PREFIX) + r"([0-9a-f]{32})-\d+\.sh")
 # squeue pads each field to its width and puts this after it.
 SEPARATOR = "|"
-# squeue's fields and their widths. The last two may contain the separator. A longer path hides the submission.
+# squeue's fields and their widths. The last two may contain the separator. In a longer path, the submission's name is
+# cut off.
 FIELDS = {
     **dict.fromkeys(("JobArrayID", "State", "RestartCnt", "SubmitTime", "UserID", "StartTime", "PendingTime"), 64),
     **dict.fromkeys(("Reason", "BatchHost", "Name"), 255),
     "Command": 1024,
 }
-# Variables with a user's defaults for these commands: they would hide jobs, or change formats that are parsed here.
+# Variables with a user's defaults for these commands. They would hide jobs or change formats that are parsed here.
 PREFERENCES = ("SQUEUE_", "SCONTROL_", "SLURM_TIME_FORMAT")
 # Explanations of Slurm's reasons for a job to wait; {job} is its id. The keys are as scontrol prints them. squeue
 # prints reasons for which it has no name with spaces (`launch failed requeued held`).
@@ -56,20 +57,20 @@ REASONS = {
 
 @dataclass(frozen=True)
 class RecordedJob:
-    """A job in the records of the run that it was submitted for. The id alone is not enough: Slurm reuses ids."""
+    """A job as recorded in its run's directory. The id alone does not identify it, because Slurm reuses ids."""
 
     job_id: str
-    user: str | None = None  # its number
+    user: str | None = None  # the user id
     name: str | None = None  # squeue shows 255 characters of it
-    submitted: str | None = None  # by Slurm's clock, as Slurm prints it; a requeue sets it anew
-    seen: str | None = None  # a time after its submission, in the same form
-    submission: str | None = None  # its name, in the path of its batch script
+    submitted: str | None = None  # by Slurm's clock, as Slurm prints it; a requeue resets it
+    seen: str | None = None  # a time after the submission, in the same form
+    submission: str | None = None  # the submission's name, part of the batch script's path
 
     def is_same(self, user: str, name: str, submitted: str, restarts: int, submission: str | None = None) -> bool:
-        """Return whether a job with the same id, as Slurm reports it now, is this job.
+        """Return whether a job with the same id that Slurm now reports is this job.
 
-        The submission identifies the job. Where sbatch is a wrapper that submits a copy of the script, user, name and
-        time do.
+        The submission's name identifies the job. If sbatch is a wrapper that submits a copy of the script, the user,
+        job name and submit time identify it.
         """
         if None not in (self.submission, submission):
             return self.submission == submission
@@ -88,7 +89,7 @@ def _shown_name(name: str) -> str:
 
 
 def is_job_id(text: str) -> bool:
-    """Return whether Slurm could have given this id to a job. An invalid id makes squeue refuse the whole query."""
+    """Return whether this is a valid Slurm job id. squeue refuses a complete query for one invalid id."""
     found = JOB_ID.fullmatch(text)
     return found is not None and 0 < int(found[1]) < END_OF_JOB_IDS
 
@@ -98,7 +99,7 @@ class SchedulerError(OSError):
 
 
 class ForgottenError(SchedulerError):
-    """Slurm knows no such job: it ended long ago, or Slurm has lost it."""
+    """Slurm knows no such job, because it ended long ago or Slurm has lost it."""
 
 
 def missing_commands() -> list[str]:
@@ -114,16 +115,16 @@ def ask(*command: str, text: str | None = None) -> str:
         ForgottenError: Slurm knows no job with the id in question.
     """
     env = {name: value for name, value in processes.environment.items() if not name.startswith(PREFERENCES)}
-    env["TZ"] = "UTC0"  # times are compared between shells and machines, and must not repeat
+    env["TZ"] = "UTC0"  # times are compared across shells and machines, and must not repeat (daylight saving)
     if processes.find_command(command[0]) is None:
         raise SchedulerError(f"{command[0]} is not on this machine's PATH")
     try:
         # Slurm's signals reach every process of the job, in any session; other signals reach its process group. The
-        # answer to a requeue comes while the job is being killed for it.
+        # answer to a requeue arrives while the job is being killed for it.
         done = processes.run_shielded(command, given=text, timeout=TIMEOUT_S, env=env, start_new_session=True)
     except subprocess.TimeoutExpired:
         raise SchedulerError(f"{command[0]} did not answer within {TIMEOUT_S} s") from None
-    except OSError as error:  # for example no memory for a process: it may work the next time
+    except OSError as error:  # for example no memory for a process; the next try may work
         raise SchedulerError(f"{command[0]} cannot be started: {error.strerror or error}") from None
     if done.returncode:
         lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
@@ -140,7 +141,7 @@ def fields(line: str) -> dict[str, str]:
 
 
 def show_job(job_id: str) -> dict[str, str]:
-    """Return the record of a job. `Command` is the rest of the line, with users' texts that contain spaces.
+    """Return the record of a job. `Command` is the rest of the line, because user-defined values may contain spaces.
 
     Raises:
         SchedulerError: Slurm does not answer, or has forgotten the job.
@@ -153,7 +154,7 @@ def show_job(job_id: str) -> dict[str, str]:
 
 
 def show_partitions() -> dict[str, dict[str, str]]:
-    """Return the partitions by name, hidden ones too."""
+    """Return the partitions by name, including hidden ones."""
     rows = [fields(line) for line in ask("scontrol", "show", "partition", "-o", "--all").splitlines()]
     return {row["PartitionName"]: row for row in rows if "PartitionName" in row}
 
@@ -168,9 +169,9 @@ def show_nodes(nodes: str) -> list[dict[str, str]]:
     """Read the records of a list of nodes such as `n[1-2]`.
 
     Raises:
-        SchedulerError: Slurm does not answer, or does not know them.
+        SchedulerError: Slurm does not answer, or does not know the nodes.
     """
-    # The rest of the line is a user's text: the reason why a node is drained.
+    # The rest of the line is free text: the reason why a node is drained.
     lines = ask("scontrol", "show", "node", "-o", nodes).splitlines()
     return [fields(line.partition(" Reason=")[0]) for line in lines]
 
@@ -180,8 +181,7 @@ def requeue(job_id: str, only_running: bool) -> None:
 
     Args:
         job_id: id of the job.
-        only_running: do nothing if Slurm has ended the job since, for example after a scancel. Slurm reports success
-            then.
+        only_running: do nothing if Slurm has ended the job, for example after a scancel. Slurm then reports success.
 
     Raises:
         SchedulerError: the job is not queued.
@@ -190,7 +190,7 @@ def requeue(job_id: str, only_running: bool) -> None:
     try:
         ask("scontrol", "requeue", *options, job_id)
     except SchedulerError as error:
-        if "disabled" in str(error):  # the site's default; the owner of the job may change it
+        if "disabled" in str(error):  # requeueing is off by the site's default; the job's owner may enable it
             ask("scontrol", "update", f"jobid={job_id}", "requeue=1")
             ask("scontrol", "requeue", *options, job_id)
         elif "pending" not in str(error).lower():
@@ -198,7 +198,7 @@ def requeue(job_id: str, only_running: bool) -> None:
 
 
 def known_jobs(jobs: Iterable[RecordedJob]) -> dict[RecordedJob, JobInfo]:
-    """Return those of `jobs` that Slurm remembers, by one call of squeue; not later jobs with the same ids.
+    """Return the `jobs` that Slurm remembers, using one squeue call. Later jobs with the same ids are ignored.
 
     Raises:
         SchedulerError: Slurm does not answer.
@@ -213,7 +213,7 @@ def known_jobs(jobs: Iterable[RecordedJob]) -> dict[RecordedJob, JobInfo]:
     columns = ",".join(f"{name}:{width}{SEPARATOR}" for name, width in FIELDS.items())
     try:
         rows = ask("squeue", "--noheader", "--array", "--states=all", f"--jobs={arrays}", f"--Format={columns}")
-    except ForgottenError:  # all of them
+    except ForgottenError:  # all jobs are forgotten
         return {}
     found = {}
     for row in rows.splitlines():
@@ -229,18 +229,20 @@ def known_jobs(jobs: Iterable[RecordedJob]) -> dict[RecordedJob, JobInfo]:
 
 
 def submission_in(script: str) -> str | None:
-    """Return the name of the submission in the path of its batch script; None if there is none."""
+    """Return the submission's name from the path of its batch script, or None if the path has none."""
     found = SCRIPT_NAME.search(script)
     return found[1] if found else None
 
 
 def live_scripts(user: str) -> dict[str, str]:
-    """Return the batch script of each job of a user (by user id) that is not over, as passed to sbatch.
+    """Return the batch script path, as passed to sbatch, of each of a user's jobs that has not ended.
+
+    `user` is a user id.
 
     Raises:
         SchedulerError: Slurm does not answer.
     """
-    # --all: jobs in hidden partitions too. The script is last, since a path may contain the separator.
+    # --all includes jobs in hidden partitions. The script is the last field, because a path may contain the separator.
     columns = f"%i{SEPARATOR}%T{SEPARATOR}%o"
     rows = ask("squeue", f"--user={user}", "--noheader", "--all", "--array", "--states=all", f"--format={columns}")
     cells = [row.split(SEPARATOR, 2) for row in rows.splitlines()]
@@ -267,7 +269,7 @@ def _number(text: str) -> float | None:
 
 
 def _time(text: str) -> float | None:
-    """Parse a time that Slurm prints (see `ask`) to seconds since 1970; None where Slurm knows no time."""
+    """Parse a time that Slurm prints (see `ask`) to seconds since 1970, or None if Slurm prints no time."""
     try:
         return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
     except ValueError:
@@ -275,7 +277,7 @@ def _time(text: str) -> float | None:
 
 
 def _explained(reason: str, job_id: str) -> str | None:
-    """Return Slurm's reason for a job to wait, with an explanation if `REASONS` has one."""
+    """Return Slurm's reason why a job waits, with an explanation if `REASONS` has one."""
     if reason in ("", "None"):
         return None
     meaning = REASONS.get(reason.partition(",")[0].replace(" ", "_"))

@@ -1,7 +1,7 @@
 """Submit runs to Slurm: one job, or one job array for a sweep.
 
-A job is passed only a run directory and the name of a function (see `launch.job.start`). Everything else about a run is
-in its directory.
+A job receives only a run directory and the name of a function (see `launch.job.start`). Everything else is read from
+the run directory.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from runner.system import clock, files, processes
 CLUSTER_VARIABLES = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
 # Options that every batch script sets.
 ALWAYS_SET = ("requeue", "no_requeue", "signal", "open_mode", "job_name", "array_inx", "output", "error", "wait")
-# Options with another name in sbatch's environment variables.
+# Options that have a different name in sbatch's environment variables.
 VARIABLE_NAME = {"time": "timelimit", "mem": "mem_per_node"}
-# Options that submitit knows by the same name.
+# Options that have the same name in submitit.
 SAME_NAME = (
     *("partition", "cpus_per_task", "gpus_per_node", "mem", "mem_per_cpu", "mem_per_gpu"),
     *("qos", "account", "constraint", "nodelist", "exclude", "dependency", "comment"),
@@ -49,16 +49,16 @@ class SlurmLauncher(SlurmOptions):
 
     @cached_property
     def _sweep(self) -> str:
-        """Return the name for everything that this command submits, in one array or several."""
+        """Return the sweep name shared by all arrays that this command submits."""
         return submission.new_name()
 
     @cached_property
     def _live(self) -> dict[Path, str]:
-        """Return the live jobs of the command's runs, as far as `jobs` has been asked for them."""
+        """Return the ids of the live jobs of this command's runs, as found by `jobs`."""
         return {}
 
     def rank_counts(self) -> RankCounts:
-        """Return the rank counts: tasks per node times each number of nodes that the job may have."""
+        """Return the possible numbers of ranks: tasks per node times each allowed number of nodes."""
         nodes, each = self.node_counts, self.tasks_per_node
         if not isinstance(each, int) or each < 1:
             raise UserError(f"launcher.tasks_per_node={each!r} must be a whole number, 1 or more")
@@ -66,10 +66,10 @@ class SlurmLauncher(SlurmOptions):
         return RankCounts(counts, f"launcher.nodes={self.nodes}", per_node=each)
 
     def check(self, run_dirs: list[Path]) -> list[str]:
-        """Return the errors of the options, of this machine and of the cluster.
+        """Return errors in the options, on this machine and on the cluster.
 
-        sbatch reports what Slurm would refuse. `sbatch --test-only` is not used: it also refuses jobs that sbatch would
-        queue.
+        sbatch itself reports jobs that Slurm refuses. `sbatch --test-only` is not used, because it also refuses jobs
+        that sbatch would queue.
         """
         errors = [*option_errors(self), *path_errors(run_dirs)]
         if missing := scheduler.missing_commands():
@@ -85,7 +85,7 @@ class SlurmLauncher(SlurmOptions):
             return [f"launcher=slurm: Slurm does not answer ({error}): nothing was submitted, rerun the command later"]
 
     def examine(self, save_s: float | None) -> list[Finding]:
-        """Report the partition's preemption, grace time and time limit, and the environment of jobs."""
+        """Report the partition's preemption mode, grace time and time limit, and check the environment of jobs."""
         try:
             found = cluster_findings(self, save_s)
             with self._no_conflicting_variables():
@@ -97,7 +97,7 @@ class SlurmLauncher(SlurmOptions):
         return found
 
     def _own_options(self) -> dict[str, Any]:
-        """Return the user's additional options by sbatch's long names."""
+        """Return the user's additional options, keyed by sbatch's long option names."""
         return {str(key).lstrip("-").replace("_", "-"): value for key, value in self.additional.items()}
 
     def _environment_of_jobs(self) -> str:
@@ -105,18 +105,18 @@ class SlurmLauncher(SlurmOptions):
         return str(self._own_options().get("export") or processes.environment.get("SBATCH_EXPORT") or "ALL")
 
     def _examine_start(self) -> Finding:
-        """Check whether Slurm could start such a job now; sbatch may queue it even if not."""
+        """Check whether Slurm could start such a job now. Even if it could not, sbatch may queue the job."""
         try:
             scheduler.ask("sbatch", "--test-only", text=self.preview([Path("/tmp/run")]))
         except scheduler.SchedulerError as error:
-            if "invalid" in str(error).lower():  # an option is invalid; any other reason may pass
+            if "invalid" in str(error).lower():  # an option is invalid; other reasons may be temporary
                 return Finding("error", f"sbatch would refuse this job: {error}", "correct the option that it names")
             remedy = "sbatch decides; if it accepts the job, the job may wait for long"
             return Finding("warning", f"Slurm could not start this job now: {error}", remedy)
         return Finding("ok", "Slurm would accept this job")
 
     def preview(self, run_dirs: list[Path]) -> str:
-        """Return the batch scripts, one for each job array."""
+        """Return the text of the batch scripts, one for each job array."""
         try:
             parts = self._arrays(run_dirs)
         except scheduler.SchedulerError:
@@ -126,7 +126,7 @@ class SlurmLauncher(SlurmOptions):
 
     def _script(self, runs: int, total: int, folder: Path, name: str, unique: str = "") -> str:
         """Return the batch script for `runs` of a command's `total` runs, as the submission `unique`."""
-        # The arrays of a large sweep share the limit of runs at the same time.
+        # The arrays of a large sweep share the limit of concurrent runs.
         parallel = max(1, self.array_parallelism * runs // total)
         parameters = {**self._parameters(folder, name, unique, total), "array_parallelism": parallel}
         return batch.script(folder, self._python(), runs, parameters)
@@ -151,7 +151,7 @@ class SlurmLauncher(SlurmOptions):
             for size in map(len, self._arrays(run_dirs)):
                 part = list(islice(parts, size))
                 submitted += self._submit(part, attempt, _submission_folder(run_dirs), _job_name(run_dirs), len(runs))
-        except (OSError, RuntimeError) as refused:  # RuntimeError: with the message of sbatch
+        except (OSError, RuntimeError) as refused:  # a RuntimeError has sbatch's message
             error = refused
         except KeyboardInterrupt:
             print("interrupted: a job may have been submitted; rerun the command, which finds out", file=sys.stderr)
@@ -182,13 +182,13 @@ class SlurmLauncher(SlurmOptions):
         return [run_dirs[first : first + most] for first in range(0, len(run_dirs), most)]
 
     def follow(self, run_dirs: list[Path]) -> int:
-        """Show the runs until they are over. Return 0 if all finished or after a Ctrl-C, else 1."""
+        """Show the runs until all have ended. Return 0 if all finished or after a Ctrl-C, else 1."""
         console = display.console()
 
         def states() -> dict[Path, str]:
             try:
                 known = self.jobs(run_dirs)
-            except OSError:  # the controller is away for a moment
+            except OSError:  # the controller may be unavailable for a moment
                 return dict.fromkeys(run_dirs, "waiting")
             return {run_dir: display.state_of(run_dir, known.get(run_dir)) for run_dir in run_dirs}
 
@@ -200,7 +200,7 @@ class SlurmLauncher(SlurmOptions):
         return 0 if set(states().values()) == {"finished"} else 1
 
     def cancel(self, run_dirs: list[Path]) -> dict[Path, str]:
-        """Cancel the jobs of these runs by one call of scancel, and no later job with the same id.
+        """Cancel the jobs of these runs with one scancel call, but no later job with the same id.
 
         Raises:
             OSError: Slurm does not answer, or refuses.
@@ -211,9 +211,9 @@ class SlurmLauncher(SlurmOptions):
         return {run_dir: f"job {info.job_id}" for run_dir, info in found.items()}
 
     def jobs(self, run_dirs: list[Path]) -> dict[Path, JobInfo]:
-        """Return the jobs that Slurm remembers, by one call of squeue; the live one if a run has two.
+        """Return the jobs that Slurm remembers, using one squeue call. If a run has two jobs, return the live one.
 
-        Include jobs that were given up because no attempt could begin, with the reason.
+        Jobs that were abandoned because no attempt could begin are included, with the reason.
 
         Raises:
             OSError: some of the runs were submitted and Slurm does not answer.
@@ -236,17 +236,17 @@ class SlurmLauncher(SlurmOptions):
         """Submit runs as one job or array and record it in their directories. Remove all traces after a failure.
 
         Args:
-            runs: of one array, each with its guard.
+            runs: runs of one array, each with its guard.
             attempt: see `launch`.
-            folder: for the files of the submission.
-            name: of the job.
+            folder: directory for the files of the submission.
+            name: name of the job.
             total: number of runs that the command submits, in all arrays.
 
         Raises:
             RuntimeError: sbatch refused; the message is sbatch's own.
             UncertainError: the job may be in the queue; its note is kept in the run directories.
             OSError: a file cannot be written; there is no job.
-            RunDirError: others can write `folder`; there is no job.
+            RunDirError: other users can write to `folder`; there is no job.
             SupersededError: another command has taken over.
         """
         created = not files.exists(folder)
@@ -296,7 +296,7 @@ class SlurmLauncher(SlurmOptions):
         return ids
 
     def _sweep_of(self, runs: Sequence[RunDir]) -> str:
-        """Return the name of the sweep of `runs`: that of earlier submissions if they agree, else a new one."""
+        """Return the sweep name of earlier submissions if all `runs` have the same one, else a new name."""
         before = {name for run in runs if (name := sweep_of(run)) is not None}
         return before.pop() if len(before) == 1 else self._sweep
 
@@ -310,14 +310,14 @@ class SlurmLauncher(SlurmOptions):
         except scheduler.SchedulerError:
             record = {}
         if scheduler.submission_in(record.get("Command", "")) != unique:
-            record = {}  # Slurm has since lost the job and reused its id
-        given = record.get("JobName", self.job_name or name)  # launcher.additional may set another name
-        # A requeue of this task resets its submit time, which then is not that of the array's other tasks.
+            record = {}  # Slurm has lost the job and reused its id
+        given = record.get("JobName", self.job_name or name)  # launcher.additional may set a different name
+        # A requeue resets the submit time of this task only, so it then differs from the array's other tasks.
         submitted = record.get("SubmitTime") if record.get("Restarts", "0") == "0" else None
         return {"user": str(processes.user_id()), "name": given, "submit_time": submitted}
 
     def _register(self, run: RunDir, job_id: str, folder: Path, identity: dict[str, str | None]) -> None:
-        """Record the job in the run directory, with links to logs in other directories."""
+        """Record the job in the run directory, and link logs that are in other directories."""
         launcher = f"{type(self).__module__}.{type(self).__qualname__}"
         job = {"job_id": job_id, **identity, "launcher": launcher, "submitted": clock.wall(), "folder": str(folder)}
         files.write_json(run.job, job, guard=run.guard)
@@ -332,11 +332,11 @@ class SlurmLauncher(SlurmOptions):
 
     @contextlib.contextmanager
     def _no_conflicting_variables(self) -> Iterator[None]:
-        """Hide variables from sbatch that would override the batch script.
+        """Hide environment variables from sbatch that would override the batch script.
 
-        A user's SBATCH_* variables override the script's lines, so they may only set options that the config leaves
-        open. Slurm would take the variables of the job in which the command runs (array task, restarts, memory) for the
-        new job's.
+        A user's SBATCH_* variables override the script's lines, so they may only set options that the config does not
+        set. If the command runs inside a job, the new job would inherit that job's variables (array task, restarts,
+        memory).
         """
         set_here = [name for name, value in vars(self).items() if value not in (None, False)]
         names = (*(VARIABLE_NAME.get(name, name) for name in (*set_here, *self.additional)), *ALWAYS_SET)
@@ -357,7 +357,7 @@ class SlurmLauncher(SlurmOptions):
 
     def _setup(self, folder: Path, unique: str) -> list[str]:
         """Return the lines of the batch script before srun."""
-        # For several ranks: a free port of the first node, unless the user's setup has set one.
+        # For several ranks, find a free port on the first node, unless the user's setup has set one.
         port = f"export MASTER_PORT=${{MASTER_PORT:-$({self._python()} -m launch.rendezvous)}}"
         return [
             *environment_lines(),
@@ -369,7 +369,7 @@ class SlurmLauncher(SlurmOptions):
         ]
 
     def _after_live(self, total: int) -> str:
-        """Return a dependency that makes `total` runs wait for their command's live runs, if together too many.
+        """Return a dependency on this command's live runs if they and `total` new runs would exceed the limit.
 
         Slurm limits each array separately, and a rerun of a sweep submits another array.
         """
@@ -378,8 +378,8 @@ class SlurmLauncher(SlurmOptions):
         return ":".join(["afterany", *self._live.values()])
 
     def _parameters(self, folder: Path, name: str, unique: str, total: int) -> dict[str, Any]:
-        """Return the options by submitit's names; None leaves an option to Slurm."""
-        # submitit derives the tasks from a number of nodes; `extra` overrides the result.
+        """Return the options under submitit's names. None leaves an option to Slurm."""
+        # submitit derives the number of tasks from a single number of nodes; `extra` overrides it.
         size = {"ntasks_per_node": self.tasks_per_node, "gpus_per_task": self.gpus_per_task}
         extra = {
             **node_range.submission_options(self),
@@ -403,14 +403,14 @@ class SlurmLauncher(SlurmOptions):
             "setup": self._setup(folder, unique),
             "stderr_to_stdout": True,
             "wckey": None,
-            # A task that dies ends the step at once; a restart appends to the log of the run.
+            # If a task dies, the job step ends at once. A restart appends to the run's log.
             "srun_args": ["--kill-on-bad-exit=1", "--open-mode=append", *cpus, *self.srun_args],
             "additional_parameters": extra,
         }
 
 
 def _recorded_jobs(run_dir: Path) -> list[RecordedJob]:
-    """Return the job that was submitted last and the job that trained last: they may differ after a kill.
+    """Return the job that was submitted last and the job that trained last, which may differ after a kill.
 
     The first one may not be recorded, because the command that submitted it was killed.
     """
@@ -420,10 +420,10 @@ def _recorded_jobs(run_dir: Path) -> list[RecordedJob]:
         return []  # never submitted
     job = files.read_object(run.job)
     user, name, submitted = (_text_or_none(job.get(key)) for key in ("user", "name", "submit_time"))
-    # If Slurm did not report its submit time, the job was submitted before it was recorded.
+    # If Slurm did not report the submit time, use the time of the record: the job was submitted earlier.
     noted = _slurm_time(job.get("submitted"), scheduler.CLOCKS_DIFFER_S) if submitted is None else None
     found = [RecordedJob(str(job.get("job_id")), user, name, submitted, noted, _text_or_none(job.get("submission")))]
-    # Even if the ids are equal: Slurm may have lost its state and reused the id for the run's next job.
+    # Append this job even if the ids are equal: Slurm may have lost its state and reused the id for the run's next job.
     named, seen = _text_or_none(status.get("job_name")), _slurm_time(status.get("updated"))
     earliest = submitted if is_same_job(status, job) else None
     trained = _text_or_none(status.get("submission"))
@@ -436,7 +436,7 @@ def _text_or_none(value: object) -> str | None:
 
 
 def _slurm_time(seconds: object, more_s: float = 0.0) -> str | None:
-    """Format seconds since 1970, plus `more_s`, as Slurm's commands are made to print times."""
+    """Format seconds since 1970, plus `more_s`, as `scheduler.ask` makes Slurm print times."""
     with contextlib.suppress(TypeError, ValueError, OverflowError, OSError):
         return datetime.fromtimestamp(float(seconds) + more_s, UTC).strftime("%Y-%m-%dT%H:%M:%S")  # type: ignore[arg-type]
     return None
@@ -459,7 +459,8 @@ def _with_failed_start(run_dir: Path, job: RecordedJob, info: JobInfo | None) ->
 
 
 def _failed_start(folder: Path, job: RecordedJob) -> str:
-    """Return why the last start of a job failed before an attempt could begin; empty if it did not, or unknown."""
+    """Return why the last start of a job failed before an attempt could begin, or "" if it did not or that is
+    unknown."""
     with contextlib.suppress(OSError):
         return requeue.failed_starts(requeue.starts_file(folder, requeue.mark(job.job_id, job.submission)))[1]
     return ""
@@ -474,13 +475,14 @@ def _refusal(error: Exception) -> str:
 
 
 def _submission_folder(run_dirs: list[Path]) -> Path:
-    """Return the folder of a submission's files: a single run's logs, or one next to the runs of a sweep."""
+    """Return the folder of a submission's files: the log directory of a single run, or a folder next to a sweep's
+    runs."""
     first = run_dirs[0].absolute()
     return RunDir(first).logs if len(run_dirs) == 1 else batch.sweep_folder(first.parent, str(processes.user_id()))
 
 
 def _job_name(run_dirs: list[Path]) -> str:
-    """Name a job after its run, an array after the common beginning of its runs' names, or after its search."""
+    """Name a job after its run, and an array after the common prefix of its runs' names or after its search."""
     if len(run_dirs) == 1 and run_dirs[0].parent.name != "slots":
         return run_dirs[0].name
     if run_dirs[0].parent.name == "slots":

@@ -1,10 +1,11 @@
-"""Note each submission before asking sbatch, so that a job that Slurm has accepted is never lost.
+"""Record each submission before calling sbatch, so that no job that Slurm has accepted is lost.
 
 After Slurm has accepted a job, and before its id is in job.json, the command may be killed, the disk may be full, or
 sbatch's answer may be lost. The note in each run directory names the batch script, and Slurm reports which jobs have
-that script. The next command that submits the run cancels a job that was not recorded. It may not see such a job yet,
-because a command was suspended between its note and sbatch. That job finds at its start that the run has another job
-(see `is_named`). If a command was killed while its request was on its way, the job has no files to start with.
+that script. The next command that submits the run cancels any job that was not recorded. It may not see such a job yet,
+if the earlier command was suspended before it called sbatch. That job finds out when it starts that the run has a
+different job (see `is_named`). If a command was killed while it called sbatch, the job lacks the files that it needs to
+start.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LOST_ANSWER = re.compile(
 
 
 class UncertainError(OSError):
-    """Slurm may have accepted a job. Its note is kept, and rerunning the command finds out."""
+    """Slurm may have accepted a job. The submission's note is kept, and rerunning the command finds out."""
 
 
 def new_name() -> str:
@@ -40,11 +41,11 @@ def begin(runs: Sequence[RunDir], name: str) -> None:
     """Note durably that these runs are about to be submitted as one job, or as one array in this order.
 
     Args:
-        runs: with the guard of each, the right to write to it.
-        name: of the submission; part of the name of its batch script.
+        runs: the run directories, each with its guard (the right to write to it).
+        name: name of the submission, which is part of the batch script's name.
 
     Raises:
-        OSError: a run directory cannot be written; no note is left.
+        OSError: a run directory cannot be written; the notes were removed.
         SupersededError: another command has taken over.
     """
     user, written = str(processes.user_id()), clock.wall()
@@ -61,7 +62,7 @@ def begin(runs: Sequence[RunDir], name: str) -> None:
 def end(runs: Sequence[RunDir], name: str) -> None:
     """Remove the notes of a submission whose job is recorded or does not exist.
 
-    Errors are ignored: the next submission removes notes that are left.
+    Errors are ignored, because the next submission removes leftover notes.
     """
     for run in runs:
         with suppress(OSError):
@@ -69,10 +70,12 @@ def end(runs: Sequence[RunDir], name: str) -> None:
 
 
 def is_named(run: RunDir, name: str) -> bool:
-    """Return whether a job of submission `name` may work on the run: not if the run has another submission's job.
+    """Return whether a job of submission `name` may train the run.
 
-    The note is read first, because it is removed after job.json was written. The job that trained last continues,
-    although job.json may name a job that was submitted because Slurm did not show this one.
+    It may not if the run has a different submission's job.
+
+    The note is read first, because it is removed after job.json was written. The job that trained last may continue
+    even if job.json names a later job, which was submitted because Slurm did not list the earlier one.
 
     Raises:
         OSError: the run directory cannot be read.
@@ -83,7 +86,8 @@ def is_named(run: RunDir, name: str) -> bool:
 
 
 def _trained_last(run: RunDir) -> str | None:
-    """Return the submission of the job that trained last; attempts that were started by hand have none."""
+    """Return the submission of the job that trained last, or None if an attempt outside a submitted job trained
+    last."""
     attempts = (*files.read_lines(run.attempts), files.read_object(run.attempt))
     names = [attempt.get("submission") for attempt in attempts if isinstance(attempt, dict)]
     return next((name for name in reversed(names) if name is not None), None)
@@ -95,13 +99,13 @@ def settle(runs: Sequence[RunDir]) -> list[str]:
     Slurm is asked only if there are notes.
 
     Raises:
-        SchedulerError: Slurm does not answer, so there may be such a job, or Slurm does not cancel one.
+        SchedulerError: Slurm does not answer, so an unrecorded job may exist, or Slurm refuses to cancel one.
         OSError: a note cannot be read.
         SupersededError: another command has taken over.
     """
     noted = [(run, name, _note(run, name)) for run in runs for name in run.submitting_names()]
     for run, *_ in noted:
-        run.check_guard()  # after reading: the note may be of a command that has taken over
+        run.check_guard()  # checked after reading: a command that has taken over may have written the note
     found = []
     try:
         live = {user: _by_name(user) for user in {note["user"] for *_, note in noted if note}}
@@ -113,7 +117,7 @@ def settle(runs: Sequence[RunDir]) -> list[str]:
                 raise scheduler.SchedulerError(f"job {job_id} is of user {note['user']}, who has to cancel it")
             found.append(job_id)
         for run, *_ in noted:
-            run.check_guard()  # again: a command that has taken over may have kept that job
+            run.check_guard()  # checked again: a command that has taken over may have kept that job
         if found:
             scheduler.ask("scancel", *found)
     except scheduler.SchedulerError as error:
@@ -127,7 +131,7 @@ def settle(runs: Sequence[RunDir]) -> list[str]:
 
 
 def cancel(name: str) -> None:
-    """Cancel the job of a submission, and no other job with its id.
+    """Cancel the job of a submission, but no different job with the same id.
 
     Raises:
         SchedulerError: Slurm does not answer, or refuses.
@@ -138,11 +142,11 @@ def cancel(name: str) -> None:
 
 
 def abandon(runs: Sequence[RunDir], name: str, error: BaseException) -> None:
-    """Clean up a submission that failed with `error`: return if no job and no note of it is left.
+    """Clean up a submission that failed with `error`. Return only if neither a job nor a note is left.
 
     Raises:
         UncertainError: a job may be left, or may still be accepted; the notes are kept.
-        BaseException: `error` itself if it is an interruption, which must not wait for Slurm; the notes are kept.
+        BaseException: `error` if it is an interruption, which must not wait for Slurm; the notes are kept.
     """
     if not isinstance(error, Exception):
         raise error
@@ -158,7 +162,7 @@ def abandon(runs: Sequence[RunDir], name: str, error: BaseException) -> None:
 
 
 def _note(run: RunDir, name: str) -> dict[str, Any] | None:
-    """Return the note of a submission in a run directory, if `begin` can have written it."""
+    """Return the note of a submission in a run directory, or None if `begin` cannot have written it."""
     note = files.read_object(run.submitting(name))
     task, user = note.get("task"), note.get("user")
     valid = isinstance(user, str) and user.isdecimal() and (task is None or type(task) is int)
@@ -166,7 +170,7 @@ def _note(run: RunDir, name: str) -> dict[str, Any] | None:
 
 
 def _by_name(user: str) -> dict[tuple[str, int | None], str]:
-    """Return the live jobs of a user by the name of their submission and their index in the array."""
+    """Return the ids of a user's live jobs by submission name and array index."""
     found = {}
     for job_id, script in scheduler.live_scripts(user).items():
         task = job_id.partition("_")[2]

@@ -1,4 +1,4 @@
-"""List and read the images and texts that a run's callbacks logged, each file named after its step.
+"""List and read the images and texts that a run's callbacks logged. File names contain the step.
 
 Imports no torch, hydra or numpy.
 """
@@ -20,7 +20,7 @@ _FILE = re.compile(r"(.+)-(\d{8,18})\.(png|txt)")
 
 @dataclass(frozen=True)
 class Artifact:
-    """An image or a text that a callback logged.
+    """An image or text that a callback logged.
 
     Attributes:
         name: the name under which it was logged, such as `samples/first`.
@@ -57,13 +57,13 @@ class Artifact:
 
 
 def artifacts(run: RunDir) -> list[Artifact]:
-    """List the images and texts of a run by name and step; links are left out."""
+    """List the images and texts of a run, ordered by name and step. Skip links."""
     found = []
     for folder, _, names in files.walk(run.artifacts):
         for name in names:
             path = Path(folder, name)
             match = _FILE.fullmatch(path.relative_to(run.artifacts).as_posix())
-            with suppress(OSError):  # removed since the listing
+            with suppress(OSError):  # removed after the listing
                 status = files.lstat(path)
                 if match and stat.S_ISREG(status.st_mode):
                     found.append(Artifact(match[1], int(match[2]), path, status.st_size))

@@ -1,4 +1,4 @@
-"""Hold a whole run to move, remove or pack it: no process trains it, submits it or waits for it in a queue."""
+"""Hold a run exclusively to move, remove or pack it, while nothing trains or submits it and no job of it is queued."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ TIMEOUT_S = 30.0
 
 @dataclass
 class Custody:
-    """Both leases of a run, held: the submission lease and the training lease."""
+    """The submission lease and the training lease of a run, both held."""
 
     run: RunDir
     submission: Lease
     lease: Lease
 
     def check(self) -> None:
-        """Check that this process still holds both leases: it may have lost them while it was suspended.
+        """Check that this process still holds both leases. It may have lost them while it was suspended.
 
         Raises:
             SupersededError: another process has taken the run over.
@@ -47,12 +47,12 @@ class Custody:
         return self.submission.fence, self.lease.fence
 
     def move(self, target: Path) -> None:
-        """Rename the run directory, then sync both parents. At every moment it has one of the two names.
+        """Rename the run directory atomically, then sync both parent directories.
 
         Raises:
             SupersededError: another process has taken the run over. Nothing was changed, or the message states where
                 the run is.
-            OSError: the file system refused; the run is where it was, or the message states where it is.
+            OSError: the file system refused. The run was not moved, or the message states where it is.
         """
         source = self.run.path
         self._rename(target)
@@ -76,17 +76,18 @@ class Custody:
 
 
 def give_back_if_taken_over(renamed: RunDir, name: Path, numbers: tuple[int, int]) -> None:
-    """Undo the rename of a run that another process took over before: afterwards no process can.
+    """Undo the rename of a run if another process took it over before the rename. After a rename, no process can.
 
-    The renaming process may be suspended between its last look at the leases and the rename.
+    The renaming process may have been suspended between its last check of the leases and the rename.
 
     Args:
-        renamed: the run; it may be gone, since another `rm` deletes what the first has renamed.
-        name: its path before.
+        renamed: the renamed run. It may be gone, because a second `rm` may delete what the first one renamed.
+        name: the run's previous path.
         numbers: the fencing numbers held at the rename, see `Custody.numbers`.
 
     Raises:
-        SupersededError: another process took the run over. It has its name back, or the message states where it is.
+        SupersededError: another process took the run over. The run has its old name again, or the message states where
+            it is.
         OSError: a lease cannot be read.
     """
     for directory, number in zip((renamed.submission, renamed.lease), numbers, strict=True):
@@ -112,22 +113,22 @@ def custody(run: RunDir, report: Callable[[str], None] | None = None) -> Iterato
 
     Args:
         run: its directory; see `run_at`.
-        report: called with a message when there is something to wait for.
+        report: called with a message when this process has to wait.
 
     Raises:
-        RunDirError: the run was moved or removed since.
+        RunDirError: the run has been moved or removed.
         LockedError: the run is live, or has a job in a queue.
-        UserError: a scheduler that may have a job of it does not answer, or the directory cannot be written.
+        UserError: a scheduler that may have a job of the run does not answer, or the directory cannot be written to.
     """
     expected = is_run(run)
     with ExitStack() as held:
-        # The submission lease first: then this waits for a command that submits the run at this moment, or that command
-        # waits for this one.
+        # Acquire the submission lease first. This process then waits for a command that is submitting the run, or that
+        # command waits for this process.
         leases = [
             held.enter_context(Lease.acquire(lease, None, TIMEOUT_S, report=report, within=run.path))
             for lease in (run.submission, run.lease)
         ]
-        for directory in (run.path, run.checkpoints, run.evaluations):  # show what other machines did until now
+        for directory in (run.path, run.checkpoints, run.evaluations):  # show what other machines have changed
             with suppress(FileNotFoundError, PermissionError):  # missing, or another user's
                 files.look_anew(directory)
         if expected and not is_run(run):
@@ -138,11 +139,11 @@ def custody(run: RunDir, report: Callable[[str], None] | None = None) -> Iterato
 
 
 def check_idle(run: RunDir) -> None:
-    """Refuse a run that is certainly live, without writing anything. Only `custody` can be certain that it is not.
+    """Refuse a run that is certainly live, without writing anything. Only `custody` can establish that it is not live.
 
     Raises:
         LockedError: the run is live, or has a job in a queue.
-        UserError: a scheduler that may have a job of it does not answer.
+        UserError: a scheduler that may have a job of the run does not answer.
     """
     with reading(run):
         for lease in (run.lease, run.submission):
@@ -181,8 +182,8 @@ def run_at(path: Path) -> RunDir:
     """Return the run at `path`, for a command that moves, removes or packs it.
 
     Raises:
-        RunDirError: `path` is no run (a config directory has a config.yaml, too); or it is a link, which would be moved
-            or removed instead of the run; or it has other runs in it.
+        RunDirError: `path` is not a run (a config directory has a config.yaml too). Or it is a link, which would be
+            moved or removed instead of the run. Or it contains other runs.
     """
     run = RunDir(Path(os.path.abspath(path)))
     if files.is_link(run.path):

@@ -3,8 +3,8 @@
     evaluations/step_00000040-SETTINGS.json   a result
     evaluations/evaluate-STEP-SETTINGS/       a submitted evaluation: request.json, job.json, logs
 
-No command here needs the run's lease: a result is one new file, and of two commands that compute the same result,
-either may write it. Imports no torch.
+Nothing here needs the run's lease, because each result is a new file. If two commands compute the same result, either
+may write it. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from runner.system import files
 EVALUATION = b'"eval_'
 """Occurs in every evaluation line of metrics.jsonl, so that evaluations are found without parsing the other lines."""
 ALL = "all"
-PREFIX = "evaluate-"  # begins the names of the directories of submitted evaluations
+PREFIX = "evaluate-"  # prefix of the directory names of submitted evaluations
 _RESULT = re.compile(r"step_(\d{8,})-(\w+)\.json")
 
 
@@ -33,7 +33,7 @@ class Request:
     Attributes:
         settings: digest of all settings that change a result.
         step: a step, `best`, `last` or `all`.
-        overrides: the settings that differ from the run's, as passed to the command; empty if none do.
+        overrides: the settings that differ from the run's, as passed to the command.
         config: the run's frozen config with these overrides, as plain values.
     """
 
@@ -43,7 +43,10 @@ class Request:
     config: dict[str, Any] = field(default_factory=dict)
 
     def directory(self, run: RunDir) -> Path:
-        """Return the directory of a submitted evaluation's request, job and logs. It has the name of the job."""
+        """Return the directory of a submitted evaluation's request, job and logs.
+
+        The directory's name is the job's name.
+        """
         return run.evaluations / f"{PREFIX}{self.step}-{self.settings}"
 
     def write(self, directory: Path, guard: files.Guard) -> None:
@@ -73,7 +76,7 @@ def _request_file(directory: Path) -> Path:
 
 
 def submitted(run: RunDir) -> list[RunDir]:
-    """List the directories of the evaluations of a run that were submitted.
+    """List the directories of a run's submitted evaluations.
 
     Raises:
         OSError: the run directory cannot be read.
@@ -82,7 +85,7 @@ def submitted(run: RunDir) -> list[RunDir]:
 
 
 def results(run: RunDir) -> list[dict[str, Any]]:
-    """Read all results of a run, ordered by step. Files that are not results are left out.
+    """Read all results of a run, ordered by step. Skip files that are not results.
 
     Raises:
         OSError: they cannot be read.
@@ -92,7 +95,7 @@ def results(run: RunDir) -> list[dict[str, Any]]:
 
 
 def evaluated(run: RunDir, settings: str) -> dict[int, dict[str, Any]]:
-    """Read the results with this digest of settings, by step.
+    """Read the results whose settings have this digest, keyed by step.
 
     Raises:
         OSError: they cannot be read.
@@ -101,7 +104,7 @@ def evaluated(run: RunDir, settings: str) -> dict[int, dict[str, Any]]:
 
 
 def by_own_settings(run: RunDir) -> dict[int, dict[str, Any]]:
-    """Read the results with the run's own settings, by step.
+    """Read the results with the run's own settings, keyed by step.
 
     Raises:
         OSError: they cannot be read.
@@ -121,7 +124,7 @@ def recorded(run: RunDir) -> Iterator[dict[str, Any]]:
 
 
 def known_values(run: RunDir, step: int) -> dict[str, Any]:
-    """Read all numbers recorded at a step with the run's own settings: its step record and its evaluations.
+    """Read all values recorded at a step with the run's own settings, from its step record and its evaluations.
 
     Raises:
         OSError: they cannot be read.
@@ -135,7 +138,7 @@ def known_values(run: RunDir, step: int) -> dict[str, Any]:
 
 
 def add(run: RunDir, record: Mapping[str, Any]) -> None:
-    """Write a result, a record with `step` and `digest`, to a file of its own.
+    """Write a result, which has `step` and `digest`, to a new file.
 
     Raises:
         RunDirError: the run was moved or removed.

@@ -19,10 +19,10 @@ SEARCH_FILES = {"search.json", "journal.jsonl"}
 
 
 def run_dir(path: str | os.PathLike[str]) -> RunDir:
-    """Return the run at a path, made absolute.
+    """Return the run at a path, which is made absolute.
 
     Raises:
-        RunDirError: there is no run.
+        RunDirError: there is no run at the path.
     """
     found = RunDir(Path(path).absolute())
     if not files.is_file(found.config):
@@ -31,7 +31,7 @@ def run_dir(path: str | os.PathLike[str]) -> RunDir:
 
 
 def what_to_pass(path: Path) -> str:
-    """Suggest what to pass to a command instead of a path that is no run directory."""
+    """Suggest which path to pass instead of `path`, which is not a run directory."""
     with suppress(OSError):
         names = files.list_dir(path)
         if is_search(names):
@@ -42,16 +42,16 @@ def what_to_pass(path: Path) -> str:
 
 
 def find_runs(root: Path, on_error: Callable[[OSError], object] | None = None) -> Iterator[RunDir]:
-    """Yield the run directories at and below `root`, in the order of their paths.
+    """Yield the run directories at and below `root`, ordered by path.
 
-    If `root` is a search, its runs are next to it, and those are yielded.
+    If `root` is a search, yield its runs, which are next to it.
 
     Args:
         root: the directory.
         on_error: called for each directory that cannot be read.
     """
     for directory, children, names in files.walk(root, onerror=on_error):
-        if is_search(names):  # its slots are no runs, and its runs are next to it
+        if is_search(names):  # a search's slots are not runs, and its runs are next to it
             children.clear()
             if Path(directory) == root:
                 yield from _of_search(root)
@@ -64,7 +64,7 @@ def find_runs(root: Path, on_error: Callable[[OSError], object] | None = None) -
 
 
 def is_search(names: Collection[str]) -> bool:
-    """Check whether the names in a directory are those of a search."""
+    """Check whether a directory with these file names is a search."""
     return SEARCH_FILES.issubset(names)
 
 
@@ -83,7 +83,7 @@ def _of_search(root: Path) -> Iterator[RunDir]:
 
 
 def _composes(config: Path) -> bool:
-    """Check whether a config.yaml has a defaults list: then it belongs to a project's conf, and not to a run."""
+    """Check whether a config.yaml has a defaults list. If so, it belongs to a project's conf, not to a run."""
     try:
         return re.search(rb"^defaults:", files.read_regular(config), re.MULTILINE) is not None
     except OSError:
@@ -91,7 +91,10 @@ def _composes(config: Path) -> bool:
 
 
 def find_searches(root: Path) -> Iterator[Path]:
-    """Yield the directories of searches at and below `root`, in the order of their paths. Runs are not entered."""
+    """Yield the directories of searches at and below `root`, ordered by path.
+
+    Run directories are not descended into.
+    """
     for directory, children, names in files.walk(root):
         if is_search(names):
             yield Path(directory)

@@ -1,8 +1,8 @@
-"""Read and add notes of people on a run, and its config's note and tags. Imports no torch.
+"""Read and add users' notes on a run, and read the note and tags from its config. Imports no torch.
 
-    added_notes/1764288000.123456-1234-89abcdef.json   one note: when, and what
+    added_notes/1764288000.123456-1234-89abcdef.json   one note: its time and text
 
-No command here needs the run's lease: a note is one new file.
+Nothing here needs the run's lease, because each note is a new file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_LENGTH = 2000  # characters of a note
 
 @dataclass(frozen=True)
 class Note:
-    """A note; `time` is in seconds since 1970, by the clock of the machine that wrote it."""
+    """A note. `time` is in seconds since 1970, from the clock of the machine that wrote it."""
 
     time: float
     text: str
@@ -42,7 +42,7 @@ def add(run: RunDir, text: str) -> None:
 
 
 def notes(run: RunDir) -> list[Note]:
-    """Read the notes that were added to a run, oldest first. Files that are not notes are left out.
+    """Read the notes that were added to a run, oldest first. Skip files that are not notes.
 
     Raises:
         OSError: they cannot be read.

@@ -1,4 +1,4 @@
-"""Use the directory in which a run was started, wherever the run is resumed: its modules and relative paths.
+"""Make a run's modules and relative paths work wherever the run is resumed.
 
 Imports no torch, hydra or numpy.
 """
@@ -20,7 +20,7 @@ from runner.system import files
 def search_modules(run: RunDir, directory: str | None) -> None:
     """Append the directory in which a run was started to the module search path.
 
-    Does nothing if other users can write to the run or to that directory: they could run code as this user.
+    Do nothing if other users can write to the run or to that directory, because they could run code as this user.
 
     Args:
         run: the run that recorded `directory`.
@@ -38,7 +38,8 @@ def search_modules(run: RunDir, directory: str | None) -> None:
 
 @contextmanager
 def working_in(directory: str | None) -> Iterator[None]:
-    """Change to the directory in which a run was started, if it still exists: a dataset may have relative paths."""
+    """Change to the directory in which a run was started, if it still exists, because a dataset may use relative
+    paths."""
     before = os.getcwd()
     if directory is None or directory == before or not files.is_dir(directory):
         yield

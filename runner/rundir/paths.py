@@ -1,4 +1,4 @@
-"""Define every path of a run; no other module joins path strings."""
+"""Define every path in a run directory. No other module builds these paths."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RunDir:
     guard: files.Guard | None = field(default=None, compare=False, repr=False)
 
     def make_dirs(self, folder: Path) -> None:
-        """Create a subdirectory and its missing parents, durably. Never create the run directory: it may have moved.
+        """Create a subdirectory and its parents durably. Never create the run directory, which may have been moved.
 
         Raises:
             SupersededError: a newer process holds the lease, or has moved or removed the run.
@@ -56,7 +56,10 @@ class RunDir:
 
     @property
     def attempt(self) -> Path:
-        """Return the path of the record of an attempt that runs, or was killed; `{}` once its end is recorded."""
+        """Return the path of the record of the attempt that runs or was killed.
+
+        It contains `{}` once the end is recorded.
+        """
         return self.path / "attempt.json"
 
     @property
@@ -66,22 +69,22 @@ class RunDir:
 
     @property
     def metrics(self) -> Path:
-        """Return the path of the records of steps and evaluations: only values that the run determines, no times."""
+        """Return the path of the records of steps and evaluations. They contain no times, only reproducible values."""
         return self.path / "metrics.jsonl"
 
     @property
     def timings(self) -> Path:
-        """Return the path of the values that depend on the machine, such as speed; never compared between runs."""
+        """Return the path of machine-dependent values such as speed, which are never compared between runs."""
         return self.path / "timings.jsonl"
 
     @property
     def status(self) -> Path:
-        """Return the path of the state that `runner status` shows: state, step, last loss, last cause."""
+        """Return the path of the status that `runner status` shows: state, step, last loss and last cause."""
         return self.path / "status.json"
 
     @property
     def finished(self) -> Path:
-        """Return the path of the completion mark, written last: the number of steps at which the run finished."""
+        """Return the path of the completion mark. It is written last and contains the number of steps."""
         return self.path / "finished.json"
 
     @property
@@ -91,7 +94,7 @@ class RunDir:
 
     @property
     def init(self) -> Path:
-        """Return the path of the record of a warm start: which weights it read, and which of them it used."""
+        """Return the path of the record of a warm start, which lists the weights that were read and used."""
         return self.path / "init.json"
 
     @property
@@ -100,15 +103,15 @@ class RunDir:
         return self.path / "job.json"
 
     def submitting(self, name: str) -> Path:
-        """Return the path of the mark that submission `name` is under way, kept until its outcome is known.
+        """Return the path of the file that marks submission `name` as in progress until its outcome is known.
 
-        The outcome is whether a scheduler accepted the job. Each submission has a mark with its name, so that a
-        superseded command removes no other command's mark.
+        The outcome is whether a scheduler accepted the job. Each submission has its own file, so that a superseded
+        command does not remove a newer command's file.
         """
         return self.path / f"submitting-{name}.json"
 
     def submitting_names(self) -> list[str]:
-        """Return the names of the submissions under way, as this machine lists them; see `files.look_anew`.
+        """Return the names of the submissions in progress. The listing may be outdated, see `files.look_anew`.
 
         Raises:
             OSError: the run directory cannot be read.
@@ -121,12 +124,12 @@ class RunDir:
 
     @property
     def withdrawn(self) -> Path:
-        """Return the path of the record of a `runner cancel`: which job or attempt it ended."""
+        """Return the path of the record of which job or attempt `runner cancel` ended."""
         return self.path / "withdrawn.json"
 
     @property
     def lease(self) -> Path:
-        """Return the directory of the training process's lease: a file per fencing number, the highest the holder's."""
+        """Return the directory of the training lease. It has a file per fencing number; the highest is the holder's."""
         return self.path / "lease"
 
     @property
@@ -136,7 +139,7 @@ class RunDir:
 
     @property
     def submission(self) -> Path:
-        """Return the directory of the submitting command's lease, so that two shells do not submit the run twice."""
+        """Return the directory of the submission lease, which keeps two shells from submitting the run twice."""
         return self.path / "submission"
 
     @property
@@ -144,10 +147,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     def checkpoint_steps(self) -> list[int]:
-        """Return the steps of the committed checkpoints in ascending order, judged by name and manifest alone.
+        """Return the steps of the committed checkpoints in ascending order, based only on names and manifests.
 
-        Directories that were copied or renamed, or are no checkpoints, do not count. One with an unreadable manifest
-        does: loading it decides. This reads every manifest; `newest_step` seldom reads more than one.
+        Directories that were copied or renamed, or are not checkpoints, are skipped. A checkpoint with an unreadable
+        manifest is included, because only loading shows whether it is intact. This reads every manifest; `newest_step`
+        seldom reads more than one.
         """
         return sorted(self._committed())
 
@@ -169,7 +173,7 @@ class RunDir:
         return self.checkpoints / f"step_{step:08d}"
 
     def _holds(self, step: int) -> bool:
-        """Check that the directory named after `step` has a manifest of that step."""
+        """Check that the directory for `step` has a manifest for that step."""
         try:
             manifest = files.read_object(self.checkpoint(step) / "manifest.json")
             return manifest.get("step") == step and "sha256" in manifest and not files.is_link(self.checkpoint(step))
@@ -179,13 +183,13 @@ class RunDir:
     def newest_checkpoint(self) -> tuple[int, float] | None:
         """Return the newest committed checkpoint's step and modification time (Unix time, file system's clock)."""
         for step in self._committed():
-            with suppress(OSError):  # retention has just deleted it for a newer one
+            with suppress(OSError):  # retention has just deleted it in favor of a newer one
                 return step, files.stat(self.checkpoint(step)).st_mtime
         return None
 
     @property
     def order(self) -> Path:
-        """Return the path of the data that determine the sample order; `runner inspect` reads it."""
+        """Return the path of the file that determines the sample order, for `runner inspect`."""
         return self.path / "order.json"
 
     @property
@@ -199,21 +203,21 @@ class RunDir:
 
     @property
     def local_log(self) -> Path:
-        """Return the path of the output of a run that a sweep started on this machine."""
+        """Return the path of the output of a run that was started by a sweep on this machine."""
         return self.logs / "local.out"
 
     def rank_log(self, rank: int) -> Path:
-        """Return the path of the output of a rank other than 0 that the launcher started on this machine."""
+        """Return the path of the output of a rank (not 0) that was started by the launcher on this machine."""
         return self.logs / f"rank{rank}.out"
 
     @property
     def artifacts(self) -> Path:
-        """Return the directory of the images and texts that callbacks logged, NAME-STEP.png and NAME-STEP.txt."""
+        """Return the directory of images and texts logged by callbacks: NAME-STEP.png and NAME-STEP.txt."""
         return self.path / "artifacts"
 
     @property
     def profile(self) -> Path:
-        """Return the directory of the traces of `train.profile`: one file per attempt and rank."""
+        """Return the directory of the traces from `train.profile`, with one file per attempt and rank."""
         return self.path / "profile"
 
     @property
@@ -222,12 +226,15 @@ class RunDir:
         return self.path / "hang"
 
     def stacks(self, attempt: int, rank: int | str) -> Path:
-        """Return the path of one rank's stacks in an attempt that hung; rank `*` gives a pattern for all ranks."""
+        """Return the path of a rank's stacks from an attempt that hung.
+
+        Pass rank `*` for a pattern that matches all ranks.
+        """
         return self.hang / f"attempt{attempt}-rank{rank}.txt"
 
     @property
     def notes(self) -> Path:
-        """Return the directory of the notes that people have added."""
+        """Return the directory of the notes added by users."""
         return self.path / "added_notes"
 
     @property
@@ -237,5 +244,5 @@ class RunDir:
 
     @property
     def loggers(self) -> Path:
-        """Return the path of this run's ids in W&B and MLflow."""
+        """Return the path of the file with this run's ids in W&B and MLflow."""
         return self.path / "loggers.json"

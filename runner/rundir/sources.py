@@ -1,4 +1,4 @@
-"""Find the user's source files that a run depends on: the modules named by `_target_`, and all that they import.
+"""Find the user's source files that a run depends on: modules named by `_target_`, and everything they import.
 
 Imports are read from the source text: nothing is imported or executed. Imports neither torch nor hydra.
 """
@@ -24,7 +24,7 @@ UNREADABLE = "unreadable"
 
 
 def named_targets(node: Any) -> list[str]:
-    """Return every `_target_` in the plain values of a config, each once, sorted."""
+    """Return every distinct `_target_` in the plain values of a config, sorted."""
     return sorted(set(_targets(node)))
 
 
@@ -40,19 +40,19 @@ def _targets(node: Any) -> Iterator[str]:
 
 
 class Sources:
-    """Reader of the user's source files, which reads each file once for all the configs of a command."""
+    """A reader of the user's source files. It reads each file only once for all configs of a command."""
 
     def __init__(self) -> None:
         importlib.invalidate_caches()
-        self._foreign = set(SHIPPED)  # modules that are not the user's own
+        self._foreign = set(SHIPPED)  # modules that the user did not write
         self._read: dict[str, tuple[str, list[str]]] = {}  # module -> its digest, and the dotted names that it imports
         self._of: dict[tuple[str, ...], dict[str, str]] = {}
         self._elsewhere = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
 
     def of(self, targets: Collection[str]) -> dict[str, str]:
-        """Return the digest of each of the user's source files that `targets` depend on, by path.
+        """Return the digest of each user source file that `targets` depend on, keyed by path.
 
-        Paths below the current directory are relative to it. C extensions have no source, and are left out.
+        Paths below the current directory are relative to it. C extensions have no source, so they are skipped.
         """
         key = tuple(targets)
         if key not in self._of:
@@ -104,10 +104,10 @@ def _is_extension(path: Path) -> bool:
 
 
 def _imported(content: bytes, package: str) -> Iterator[str]:
-    """Yield the dotted names that a source imports anywhere: `from a import b` yields `a.b`, as `b` may be a module.
+    """Yield the dotted names that a source file imports. `from a import b` yields `a.b`, because `b` may be a module.
 
     Args:
-        content: of the file. A file with a syntax error imports nothing.
+        content: content of the file. If it has a syntax error, nothing is yielded.
         package: the package that relative imports start from.
     """
     try:
@@ -132,8 +132,8 @@ def changed_files(before: dict[str, Any], now: dict[str, Any], moved_from: str) 
 
     Args:
         before: the earlier result.
-        now: the later result, of the current directory.
-        moved_from: the directory of the earlier result. A file is matched by its relative or its absolute path.
+        now: the later result, from the current directory.
+        moved_from: the directory of the earlier result. Files are matched by relative or absolute path.
     """
     here = Path.cwd()
     absolute = {os.path.join(moved_from, name): name for name in before}

@@ -1,6 +1,6 @@
 """Determine the state of a run from its records, its lease and its job, the same way for every command.
 
-`look` neither waits nor writes. The records may be written by anybody: call it within `trust.reading`. Clocks of
+`look` neither waits nor writes. Anybody may have written the records, so call it within `trust.reading`. Clocks of
 different machines are never compared. Nothing here imports torch, hydra or numpy.
 """
 
@@ -35,13 +35,13 @@ class State:
 
     Attributes:
         run: its directory.
-        word: `finished`, `running` or one of `IN_QUEUE`; why it ended, `interrupted`, `cancelled`, `killed`, `failed`,
-            `crash loop`, `stuck` or `withdrawn`; `paused` by a search; or `not started`.
-        holder: the process that certainly trains it now, for messages; None if there is none, or this machine cannot
-            know.
-        job: its job, if the scheduler knows more about it than the records; else None.
+        word: the state: `finished`, `running`, one of `IN_QUEUE`, `paused` (by a search) or `not started`; or, if the
+            run has ended, `interrupted`, `cancelled`, `killed`, `failed`, `crash loop`, `stuck` or `withdrawn`.
+        holder: description of the process that certainly trains the run now; None if there is none, or if this machine
+            cannot determine it.
+        job: the run's job, if the scheduler knows more about it than the records do; else None.
         status: see `attempt_log.status_of`.
-        attempts: the attempts that have ended.
+        attempts: the ended attempts.
         newest: the record of the last step.
         finish: how far it has finished.
     """
@@ -57,12 +57,12 @@ class State:
 
     @property
     def step(self) -> int:
-        """Return the last recorded step. The status may be some seconds older."""
+        """Return the last recorded step, which may be a few seconds newer than the status."""
         return max(entry(self.newest, "step", int) or 0, entry(self.status, "step", int) or 0)
 
     @property
     def reason(self) -> str | None:
-        """Explain why the run failed, or why its job waits."""
+        """Return why the run failed, or why its job waits."""
         recorded: str | None = entry(self.status, "reason", str)
         if self.job is None:
             return recorded
@@ -72,7 +72,7 @@ class State:
 
     @property
     def cause(self) -> str | None:
-        """Explain why its last attempt ended, or why there was none."""
+        """Return why the last attempt ended, or why there was none."""
         if self.word in ("killed", "failed", "cancelled") and not self.status:
             return "ended before it started training: see its logs" if _has_log(self.run) else "left the queue"
         recorded: str | None = entry(self.status, "cause", str)
@@ -85,10 +85,10 @@ def look(
     """Determine the state of a run now.
 
     Args:
-        run: its directory, which may be missing.
+        run: the run directory, which may be missing.
         job: the job that the scheduler reports; None if it reports none.
-        unanswered: the scheduler could not be asked, so there may be a job although `job` is None.
-        watcher: also judges by heartbeats whether the holder of the lease is alive.
+        unanswered: whether the scheduler could not be asked, so that there may be a job although `job` is None.
+        watcher: if passed, also uses heartbeats to decide whether the lease's holder is alive.
 
     Raises:
         OSError: a record cannot be read.
@@ -110,7 +110,7 @@ def look(
 
 
 def asked(run: RunDir) -> State:
-    """Ask the scheduler about a run, then determine its state. Takes seconds where only a heartbeat shows life.
+    """Ask the scheduler about a run, then determine its state. This takes seconds if only heartbeats show life.
 
     Raises:
         OSError: a record cannot be read.
@@ -123,7 +123,7 @@ def asked(run: RunDir) -> State:
 
 
 def holder_of(lease: Path) -> str | None:
-    """Describe the holder of a lease, if that process is certainly alive; else return None.
+    """Describe the holder of a lease if that process is certainly alive, else return None.
 
     Raises:
         OSError: it cannot be read.
@@ -138,7 +138,7 @@ def entry(record: Mapping[str, Any], name: str, kind: type) -> Any:
     """Return the entry `name` of a record, or None if it is missing.
 
     Raises:
-        ValueError: it is of another type.
+        ValueError: it has a different type.
     """
     value = record.get(name)
     if kind is float and type(value) is int:
@@ -149,19 +149,19 @@ def entry(record: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 def urgency(word: str) -> int:
-    """Rank a state; low ranks are shown first where a window has too few lines for all runs."""
+    """Return a sort key. States with low keys are shown first if a window has too few lines for all runs."""
     return _BY_URGENCY.index(word) if word in _BY_URGENCY else -1
 
 
 def submitted_job(run: RunDir) -> str | None:
-    """Read the id of the job that was submitted last for a run."""
+    """Read the id of the run's most recently submitted job."""
     job_id: str | None = entry(files.read_object(run.job), "job_id", str)
     return job_id
 
 
 def sweep_of(run: RunDir) -> str | None:
-    """Return the name of the sweep that the run was submitted in; None if unknown."""
-    with suppress(OSError):  # such as another user's run
+    """Return the name of the sweep that the run was submitted in, or None if unknown."""
+    with suppress(OSError):  # for example a different user's run
         name = files.read_object(run.job).get("sweep")
         return name if isinstance(name, str) else None
     return None
@@ -178,18 +178,18 @@ def _word(
     recorded = entry(status, "state", str) or ""
     own = job is not None and job.job_id == status.get("job_id")
     if recorded == "finished" and job is not None and job.live and _is_newer(run.finished, run.job):
-        return "finished"  # its job may stay in the queue, perhaps for ever
+        return "finished"  # its job may stay in the queue, possibly forever
     if job is not None and job.state != "ending":
         return job.state
     if job is not None and own and job.restarts > (status.get("restart_count") or 0):
         return "requeued"  # although the job is still releasing its node
     if recorded == "running" and alive:
         return "running"
-    if job is not None:  # it is releasing its node; the state that the attempt recorded still holds
+    if job is not None:  # the job is releasing its node; the state that the attempt recorded is still valid
         return recorded if recorded not in ("", "running", "failed") else "ending"  # a failed job may be requeued
     if recorded == "running":
         total = entry(status, "total", int)
-        # The completion mark is written last of all; only the status after it may be missing.
+        # Only the status is written after the completion mark, so only the status may be missing.
         return "finished" if total and (finish.steps >= total or finish.early is not None) else "killed"
     if recorded == "requeued" and not unanswered:
         return "cancelled"  # it waited in the queue and has left it
@@ -197,7 +197,7 @@ def _word(
 
 
 def _before_start(run: RunDir, unanswered: bool) -> str:
-    """Name the state of a run without any attempt and without a job in the queue."""
+    """Return the state of a run that has no attempt and no job in the queue."""
     if not files.exists(run.job):
         return "not started"
     if unanswered:
@@ -206,7 +206,10 @@ def _before_start(run: RunDir, unanswered: bool) -> str:
 
 
 def _has_log(run: RunDir) -> bool:
-    """Check whether the submitted job has written to its log. An array task's log is a link that may lead nowhere."""
+    """Check whether the submitted job has written to its log.
+
+    An array task's log is a link whose target may be missing.
+    """
     names = files.list_dir(run.logs) if files.is_dir(run.logs) else []
     mine = [name for name in names if name.startswith(f"{submitted_job(run)}_") and name.endswith("_log.out")]
     return any(files.exists(run.logs / name) for name in mine)
@@ -219,8 +222,8 @@ def _knows_better(
     if job.state == "completed":
         return False
     if job.state == "failed" and job.reason is not None:
-        # The scheduler gave the job up: no attempt could begin or record anything. The run may have been started
-        # elsewhere since.
+        # The scheduler abandoned the job, and no attempt could begin or record anything. The run may have been started
+        # elsewhere since then.
         return not alive and not _has_gone_on(job, run, status)
     recorded = status.get("state")
     if recorded == "running":  # killed; only the scheduler knows whether by scancel
@@ -232,9 +235,9 @@ def _knows_better(
 
 
 def _has_gone_on(job: JobInfo, run: RunDir, status: Mapping[str, Any]) -> bool:
-    """Check whether the run has finished, or another job or process has made an attempt, since the submission.
+    """Check whether, since the submission, the run has finished or a different job or process has made an attempt.
 
-    Compares the times of the files, which are all by the file system's clock.
+    Compare file modification times, which all come from the file system's clock.
     """
     submitted = modified(run.job) or 0.0
     foreign = [run.status, run.attempt, run.attempts] if status.get("job_id") != job.job_id else []
@@ -246,7 +249,7 @@ def _is_newer(one: Path, other: Path) -> bool:
 
 
 def modified(path: Path) -> float | None:
-    """Return when a file was changed, by the file system's clock; None if it is missing."""
+    """Return a file's modification time (file system's clock), or None if it is missing."""
     with suppress(FileNotFoundError):
         return files.lstat(path).st_mtime
     return None

@@ -1,4 +1,4 @@
-"""Locate the trunk of a branch, and explain why it has no checkpoint of a step."""
+"""Find the trunk of a branch, and explain missing checkpoints."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from runner.system import files
 
 
 def find(path: str, branch: Path) -> RunDir:
-    """Find the trunk's directory: at its recorded path, or else next to the branch under the same name."""
+    """Find the trunk's directory at its recorded path, or else next to the branch under the same name."""
     there, beside = Path(path), branch.parent / Path(path).name
     return RunDir(beside if not files.is_dir(there) and files.is_dir(beside) else there)
 
 
 def missing(run: RunDir, step: int) -> str:
-    """State that there is no checkpoint of `step`, and list the steps that have one."""
+    """Return a message that `step` has no checkpoint, with a list of the steps that have one."""
     steps = run.checkpoint_steps()
     those = f"that of step {steps[0]}" if len(steps) == 1 else f"those of steps {', '.join(map(str, steps))}"
     there = f"it has {those}" if steps else "it has none"
@@ -24,13 +24,13 @@ def missing(run: RunDir, step: int) -> str:
 
 
 def remedy(run: RunDir, step: int, total: int | None, every_steps: int | None) -> str:
-    """Suggest what to do about a missing checkpoint of `step`.
+    """Return a suggestion for what to do if `step` has no checkpoint.
 
     Args:
         run: the trunk.
         step: the step to fork.
-        total: the length of the trunk in steps, if known.
-        every_steps: the trunk's steps between saves, if it saves by steps.
+        total: the trunk's length in steps, or None if unknown.
+        every_steps: the number of steps between the trunk's saves, or None if its cadence is not in steps.
     """
     reached = last_step(run)
     if total is not None and step > total:

@@ -1,7 +1,7 @@
 """Check that a run directory is intact, and that resuming it runs no other user's code.
 
-A frozen config names classes that a resume imports and calls: anybody who can write it can run code as the user who
-resumes. Nothing here imports torch, hydra or numpy.
+A frozen config names classes that a resume imports and calls. Anybody who can write to it can therefore run code as the
+user who resumes. Nothing here imports torch, hydra or numpy.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a directory", stat.S_IF
 
 @contextmanager
 def reading(run: RunDir) -> Iterator[None]:
-    """Turn every error of reading a run's records within the block into one RunDirError that explains it.
+    """Convert any error from reading a run's records within the block to a RunDirError that explains it.
 
     Raises:
-        RunDirError: a record cannot be read, is of another kind, or holds values of other types than expected.
+        RunDirError: a record cannot be read, is not a regular file, or has values of unexpected types.
     """
     try:
         check_kinds(run)
@@ -51,13 +51,13 @@ def reading(run: RunDir) -> Iterator[None]:
 
 
 def check_kinds(run: RunDir) -> None:
-    """Check that each record of a run that exists is a regular file, or a directory where one is expected.
+    """Check that each existing record of a run is a regular file, or a directory where a directory is expected.
 
-    The run directory and its parents may be links: the user names them. Links inside it are refused, because they would
-    lead to files outside it.
+    The run directory and its parents may be links, because the user chose the path. Links inside the run directory are
+    refused, because they could lead to files outside it.
 
     Raises:
-        RunDirError: names the first entry of another kind.
+        RunDirError: an entry is neither; the message names the first one.
         OSError: the run directory cannot be read.
     """
     found = files.kinds(run.path)
@@ -72,12 +72,12 @@ def check_kinds(run: RunDir) -> None:
 
 
 def check_trusted(run: RunDir) -> None:
-    """Check that this user or root owns the run directory and its config, and nobody else can write them.
+    """Check that this user or root owns the run directory and its config, and nobody else can write to them.
 
-    If the run directory is a link, this user or root must own the link, too: others could plant one under a predictable
-    name that leads to another run of this user. Group-writable is allowed if the group is the user's own
-    (`accounts.is_private_group`) and there is no access list. Nothing is checked in the directories of the environment
-    variable RUNNER_TRUST.
+    If the run directory is a link, this user or root must own the link too. Otherwise other users could create a link
+    with a predictable name that leads to a different run of this user. Group-writable is allowed if the group is the
+    user's own (`accounts.is_private_group`) and there is no access list. Nothing is checked in directories listed in
+    the environment variable RUNNER_TRUST.
 
     Raises:
         RunDirError: names the path, its owner and mode, and the remedy; or see `check_kinds`.
@@ -92,7 +92,7 @@ def check_trusted(run: RunDir) -> None:
 
 
 def check_private(path: Path, trusted: Path, why: str, remedy: str) -> None:
-    """Check that this user or root owns a path, and nobody else can write it; see `check_trusted`.
+    """Check that this user or root owns a path, and nobody else can write to it; see `check_trusted`.
 
     Args:
         path: a file or a directory.
@@ -126,7 +126,7 @@ def _check_link(path: Path) -> None:
 
 
 def is_private(path: Path) -> bool:
-    """Return whether this user or root owns a directory, and nobody else can write it; see `check_trusted`.
+    """Return whether this user or root owns a directory, and nobody else can write to it; see `check_trusted`.
 
     Raises:
         OSError: it cannot be read.
@@ -144,7 +144,7 @@ def _is_ours(found: os.stat_result) -> bool:
 
 
 def _fault(path: Path, found: os.stat_result) -> tuple[str, str | None] | None:
-    """Describe what is wrong with the owner or the mode, with its remedy if there is one."""
+    """Describe a problem with the owner or mode, and a remedy if there is one. Return None if there is no problem."""
     if not _is_ours(found):
         return "belongs to another user", None
     by_group = found.st_mode & stat.S_IWGRP

@@ -1,7 +1,7 @@
 """Record that `runner cancel` has withdrawn a run. Imports no torch.
 
-The record is valid for one job, or for one attempt on a machine without a scheduler. It is never removed: a later job
-or attempt makes it void.
+The record applies to one job, or to one attempt on a machine without a scheduler. It is never removed, but a later job
+or attempt makes it invalid.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ STOPPED = ("cancelled", "interrupted", "killed", "paused")
 
 
 def record(run: RunDir, status: Mapping[str, Any]) -> None:
-    """Record that the job of a run, or the attempt under way, is withdrawn.
+    """Record that a run's job, or its current attempt, is withdrawn.
 
     Args:
-        run: the run. Its lease is not needed.
-        status: as `attempt_log.status_of` reads it.
+        run: the run. The caller does not need its lease.
+        status: status of the run, from `attempt_log.status_of`.
 
     Raises:
         OSError: the file system refused.
