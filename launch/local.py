@@ -213,8 +213,7 @@ class Sweep:
         return [self._statuses.get(run_dir, int(ExitStatus.INTERRUPTED)) for run_dir in self._run_dirs]
 
     def _step(self) -> dict[Path, str]:
-        """Forward signals, record which runs have ended, start runs in free slots, and return the state of every
-        run."""
+        """Forward signals, record ended runs, start runs in free slots, and return the state of every run."""
         self._forward_signals()
         for slot, (run_dir, attempt) in list(self._running.items()):
             status = attempt.poll()
@@ -243,7 +242,7 @@ class Sweep:
         return RankProcesses(self._command, run, self._ranks, self._environment(slot), log)
 
     def _environment(self, slot: int) -> dict[str, str]:
-        """Return the environment of a slot: one GPU per rank (shared if there are too few) and an equal share of the
+        """Return a slot's environment: one GPU per rank (shared if there are too few) and an equal share of the
         cores."""
         environment = dict(processes.environment)
         if self._gpus or self._chosen:

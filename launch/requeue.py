@@ -340,8 +340,7 @@ class Requeuer:
         return True
 
     def record(self) -> dict[str, str]:
-        """Return the job's record: empty if Slurm does not answer, state REVOKED if the id now belongs to a different
-        job."""
+        """Return the job's record: empty if Slurm does not answer, state REVOKED if a different job has the id now."""
         try:
             found = scheduler.show_job(self._job_id)
             self._forgotten = False

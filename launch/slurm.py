@@ -459,8 +459,7 @@ def _with_failed_start(run_dir: Path, job: RecordedJob, info: JobInfo | None) ->
 
 
 def _failed_start(folder: Path, job: RecordedJob) -> str:
-    """Return why the last start of a job failed before an attempt could begin, or "" if it did not or that is
-    unknown."""
+    """Return why a job's last start failed before an attempt could begin, or "" if it did not or that is unknown."""
     with contextlib.suppress(OSError):
         return requeue.failed_starts(requeue.starts_file(folder, requeue.mark(job.job_id, job.submission)))[1]
     return ""
@@ -475,8 +474,7 @@ def _refusal(error: Exception) -> str:
 
 
 def _submission_folder(run_dirs: list[Path]) -> Path:
-    """Return the folder of a submission's files: the log directory of a single run, or a folder next to a sweep's
-    runs."""
+    """Return the folder for a submission's files: a single run's log directory, or a folder next to a sweep's runs."""
     first = run_dirs[0].absolute()
     return RunDir(first).logs if len(run_dirs) == 1 else batch.sweep_folder(first.parent, str(processes.user_id()))
 

@@ -86,8 +86,7 @@ def is_named(run: RunDir, name: str) -> bool:
 
 
 def _trained_last(run: RunDir) -> str | None:
-    """Return the submission of the job that trained last, or None if an attempt outside a submitted job trained
-    last."""
+    """Return the submission of the job that trained last. Attempts that were started by hand have none."""
     attempts = (*files.read_lines(run.attempts), files.read_object(run.attempt))
     names = [attempt.get("submission") for attempt in attempts if isinstance(attempt, dict)]
     return next((name for name in reversed(names) if name is not None), None)

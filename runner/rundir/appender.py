@@ -1,18 +1,18 @@
 """Track which process may append to metrics.jsonl and timings.jsonl, so that a new attempt can safely truncate them.
 
-A process that is suspended in the middle of a write completes the write when it wakes, in the file that it has open. So
-an attempt may truncate these files and append to them only if no other process can have them open for writing.
-Otherwise it puts copies in their place. A process that opens the files announces that here before it changes a byte,
-and withdraws the announcement after it has closed them. All announcements are behind the fence, in this order:
+A process that is suspended during a write completes the write when it wakes, in the file that it has open. So an
+attempt may truncate these files and append to them only if no other process can have them open for writing. Otherwise
+it replaces them with copies. A process that opens the files announces that here before it changes a byte, and withdraws
+the announcement after it has closed them. Announcements are protected by the lease's fencing number. The order is:
 
 1. open the files (or copies, which take their names), without changing them;
 2. `announce`, which fails if a newer attempt has acquired the lease;
 3. truncate and append;
 4. close, `withdraw`.
 
-A process suspended between 1 and 2 fails at 2 when it wakes, having changed nothing. Its successor finds the
-announcement of a process suspended later. Only the last announcement matters: unless all earlier processes were over,
-the last one has put copies in place of their files.
+A process suspended between 1 and 2 fails at 2 when it wakes, and has changed nothing. If a process is suspended later,
+its successor finds the announcement. Only the last announcement matters: unless all earlier processes had ended, the
+process that made it has replaced their files with copies.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from runner.system import files, processes
 
 
 def nobody_appends(run: RunDir) -> bool:
-    """Return whether it is certain, without a heartbeat or clock, that no process can still change the records.
+    """Return whether certainly no process can still change the records, without relying on heartbeats or clocks.
 
     It is certain if the last process has closed them, or was killed on this machine in this boot. The death of a
-    process on another machine is never certain, and its writes may still be on their way to a network file system.
+    process on a different machine is never certain, and its writes may still be in transit to a network file system.
 
     Raises:
         OSError: the announcement cannot be read.
     """
-    if run.guard is None:  # without a lease it cannot be known
+    if run.guard is None:  # without a lease this cannot be determined
         return False
     last, own = files.read_object(run.appender), processes.this_process()
     if last.get("open") is False:
@@ -54,11 +54,11 @@ def announce(run: RunDir) -> None:
 
 
 def withdraw(run: RunDir) -> None:
-    """Record that this process has closed the records, or has just created them and never had them open.
+    """Record that this process has closed the records, or has created them without keeping them open.
 
     Raises:
         SupersededError: a newer attempt holds the lease.
-        OSError: the file system refused: the next attempt makes copies, as it does if a power loss undoes this.
+        OSError: the file system refused. The next attempt then makes copies, as it does if a power loss undoes this.
     """
     _write(run, is_open=False, durable=False)
 
@@ -66,7 +66,7 @@ def withdraw(run: RunDir) -> None:
 def detach(run: RunDir) -> None:
     """Replace the records with copies if another process may have them open, such as a suspended one.
 
-    Commands that move or pack a run call this. A process that wakes up then writes to files without a name.
+    Commands that move or pack a run call this. A suspended process that wakes up then writes to unlinked files.
 
     Raises:
         SupersededError: a newer process holds the lease.

@@ -1,6 +1,6 @@
 """Read and write the attempt log of a run: attempt.json, attempts.jsonl, status.json and the completion mark.
 
-A killed attempt cannot record its end; the next attempt does. Nothing here imports torch, hydra or numpy.
+A killed attempt cannot record its end, so the next attempt records it. Nothing here imports torch, hydra or numpy.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ T = TypeVar("T")
 TITLE = re.compile(rb"attempt \d+ on ")
 """The beginning of `AttemptLog.title`, which a run prints first, and by which `runner logs` finds the last attempt."""
 
-# Causes that are not the run's failure: it was asked to stop, or its machine was needed for something else.
+# Causes that are not failures of the run: it was asked to stop, or its machine was needed for something else.
 PAUSED = "paused"  # a search has trained it to a rung, and may resume it
 DIVERGED = "diverged"  # the loss is nan or infinite
-UNSAVED = "unsaved"  # the file system refused to take the last state
+UNSAVED = "unsaved"  # the file system refused to store the last state
 HARMLESS = frozenset({"finished", PAUSED, "preempted", "requeued", "cancelled", "interrupted"})
 CRASH_LOOP_LIMIT = 3
-EARLY = "ended_early"  # the entry of the completion mark of a run that ended before its last step
+EARLY = "ended_early"  # key in the completion mark of a run that ended before its last step
 TIME_LIMIT = "time limit"
-TIMEOUTS = "timeouts"  # the end of a job after too many time limits
+TIMEOUTS = "timeouts"  # a job was ended after too many time limits
 OUT_OF_TIME = (TIME_LIMIT, TIMEOUTS)
 BETWEEN_STEPS = (ExitStatus.FINISHED, ExitStatus.INTERRUPTED)  # exit statuses of attempts that ended after a save
 UPDATE_INTERVAL_S = 2.0
 MAX_WARNINGS = 10
-# Tries to write a record that a run needs, and the pause between them, before its attempt fails.
+# How often and with which pause to try to write a required record before the attempt fails.
 WRITE_TRIES, WRITE_PAUSE_S = 3, 0.5
 
 # The state of a run after an attempt, by the attempt's cause; `failed` after any other cause.
@@ -61,7 +61,7 @@ STATE_AFTER = {
 
 
 def last_record(run: RunDir) -> dict[str, Any]:
-    """Return the record of the last step in metrics.jsonl; empty if there is none."""
+    """Return the last step's record in metrics.jsonl, or {} if there is none."""
     try:
         file = files.open_regular(run.metrics)
     except FileNotFoundError:
@@ -76,7 +76,7 @@ def last_record(run: RunDir) -> dict[str, Any]:
 
 
 def last_step(run: RunDir) -> int:
-    """Return the last step in metrics.jsonl; 0 if there is none."""
+    """Return the last step in metrics.jsonl, or 0 if there is none."""
     return int(last_record(run).get("step", 0))
 
 
@@ -86,7 +86,7 @@ class Finish:
 
     Attributes:
         steps: the step at which it finished; 0 if it has not.
-        epochs: the same in epochs, if the run's length is in epochs.
+        epochs: the number of epochs at which it finished, if the run's length is in epochs.
         early: an object with the `reason` why it ended before its last step; None if it did not.
     """
 
@@ -110,14 +110,14 @@ class Finish:
         )
 
     def covers(self, steps: int | None, epochs: float | None) -> bool:
-        """Check whether the run finished at `steps` steps or later; if `steps` is None, at `epochs` epochs."""
+        """Check whether the run finished at `steps` steps or later. If `steps` is None, compare `epochs` instead."""
         if steps is not None:
             return self.steps >= steps
         return self.steps > 0 and self.epochs is not None and epochs is not None and self.epochs >= epochs
 
 
 def ended_attempts(run: RunDir) -> list[dict[str, Any]]:
-    """Read the lines of attempts.jsonl, without any that a disk error or an edit has made invalid."""
+    """Read the lines of attempts.jsonl. Skip lines that a disk error or an edit has made invalid."""
     return [line for line in files.read_lines(run.attempts, limit=files.MAX_RECORD_BYTES) if _is_ended(line)]
 
 
@@ -129,9 +129,11 @@ def _is_ended(line: Any) -> bool:
 
 
 def status_of(run: RunDir) -> dict[str, Any]:
-    """Read status.json; if it is missing or broken, derive the status from the other records. Empty if not started.
+    """Read status.json.
 
-    The records also replace the status of an attempt whose end they show: the disk may have refused only status.json.
+    If it is missing or invalid, derive the status from the other records. Return {} if not started.
+
+    If the other records show that the attempt ended, they take precedence: the disk may have refused only status.json.
     """
     status = files.read_object(run.status)
     if status and (status.get("state") != "running" or files.read_object(run.attempt)):
@@ -140,12 +142,12 @@ def status_of(run: RunDir) -> dict[str, Any]:
     if not status:
         return shown
     if shown.get("attempts") != status.get("attempts"):
-        return status  # not of the same attempt
+        return status  # the status is from a different attempt
     return status | {key: value for key, value in shown.items() if value is not None}
 
 
 def incomplete_records(run: RunDir, steps: int) -> str | None:
-    """Explain which step records a run finished at `steps` lacks, and how to restore them; None if it lacks none."""
+    """Return which step records a run that finished at `steps` lacks and how to restore them, or None if complete."""
     last = last_step(run)
     if last >= steps:
         return None
@@ -159,7 +161,7 @@ def _status_from_records(run: RunDir) -> dict[str, Any]:
     ended = ended_attempts(run)
     current = files.read_object(run.attempt)
     if current.get("attempt") in [line["attempt"] for line in ended]:
-        current = {}  # it was killed while it recorded its end
+        current = {}  # the attempt was killed while it recorded its end
     finished = Finish.of(run).steps
     if not (ended or current or finished):
         return {}
@@ -183,7 +185,7 @@ def _steps_lost(attempts: list[dict[str, Any]]) -> int:
 
 
 def check_latest(run: RunDir, job: Mapping[str, Any]) -> None:
-    """Check that no later start of `job` has made an attempt. Call under the lease, which others may have held before.
+    """Check that no later start of `job` has made an attempt. Call this while holding the lease.
 
     Raises:
         SupersededError: a later start has made an attempt.
@@ -210,28 +212,29 @@ def _timeouts(attempts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass
 class AttemptLog:
-    """The log of one attempt, on rank 0; a superseded process changes nothing in it.
+    """The log of one attempt, used on rank 0. A superseded process cannot change it.
 
     Methods that write raise SupersededError once a newer process holds the lease. Records that a full or failing disk
-    refuses are kept in memory and written with the next update. Only at the end of the attempt is that an error.
+    refuses are kept in memory and written with the next update. A record that is still unwritten at the end of the
+    attempt is an error.
     """
 
-    run: RunDir  # with its guard
-    total: int | None  # None until the data determine the steps of the epochs
+    run: RunDir # with a guard
+    total: int | None  # None until the data determine the number of steps per epoch
     earlier: list[dict[str, Any]]
     record: dict[str, Any] = field(default_factory=dict)
     status: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     lost_records: str | None = None  # why metrics of this attempt are not on the disk, if they could not be written
-    auto_restarts: bool = False  # the scheduler restarts the job, where otherwise a person reruns the command
+    auto_restarts: bool = False  # whether the scheduler restarts the job; otherwise a user must rerun the command
     account: TimeAccount = field(default_factory=TimeAccount)
     _kept: bytes = b""  # the lines of earlier attempts, unchanged
-    _closed: list[dict[str, Any]] = field(default_factory=list)  # the lines after them
+    _closed: list[dict[str, Any]] = field(default_factory=list)  # the lines added by this attempt
     _unwritten: set[Path] = field(default_factory=set)
     _updated: float = float("-inf")
 
     def __post_init__(self) -> None:
-        # `note` and `warn` are called from several threads. The lock lets one at a time replace and write records.
+        # `note` and `warn` are called from several threads. The lock ensures that one thread at a time writes records.
         self._lock = threading.RLock()
 
     @staticmethod
@@ -243,15 +246,15 @@ class AttemptLog:
         account: TimeAccount | None = None,
         last_sign: Mapping[str, Any] = MappingProxyType({}),
     ) -> AttemptLog:
-        """Close the entry of a killed attempt, if there is one, and open an entry for this attempt.
+        """Close the entry of a killed attempt, if any, and open an entry for this attempt.
 
         Args:
             run: the run directory, with the guard of its lease, which must be held.
             identity: job_id, submission, restart_count, host and node of this attempt.
-            total: the number of steps to train to, if it is known.
-            explain: returns the likely cause of an attempt's end that was not recorded, from the attempt's record.
-            account: the account of this attempt's time; a new one by default.
-            last_sign: the object in the last heartbeat that an attempt wrote, see `sign`.
+            total: the step to train to, or None if not yet known.
+            explain: takes the record of an attempt without a recorded end, and returns the likely cause of the end.
+            account: this attempt's time account; by default a new one.
+            last_sign: the object in the previous attempt's last heartbeat, see `sign`.
 
         Raises:
             SupersededError: a newer process holds the lease.
@@ -264,7 +267,8 @@ class AttemptLog:
         left = files.read_object(run.attempt)
         if isinstance(left.get("attempt"), int) and left["attempt"] not in [line["attempt"] for line in log.earlier]:
             noted = left.get("cause")
-            # When a rank dies, srun signals the others before it kills them: "interrupted" alone proves nothing.
+            # When a rank dies, srun sends the remaining ranks a signal before it kills them, so "interrupted" alone
+            # proves nothing.
             cause = explain(left) if noted in (None, "interrupted") else str(noted)
             time = latest(left["attempt"], files.read_object(run.status), last_sign)
             log.record = left
@@ -278,7 +282,7 @@ class AttemptLog:
 
     @property
     def title(self) -> str:
-        """Return the line that is printed at the start of an attempt: its number, place and time."""
+        """Return the line to print at the start of an attempt, with its number, node and time."""
         job = f", job {self.record['job_id']}" if self.record.get("job_id") else ""
         began = datetime.fromtimestamp(self.record["started"]).strftime("%Y-%m-%d %H:%M:%S")
         return f"attempt {self.record['attempt']} on {self.record.get('node') or self.record.get('host')}{job}, {began}"
@@ -289,7 +293,7 @@ class AttemptLog:
 
     @property
     def ranks_before(self) -> int | None:
-        """Return the number of ranks of the last attempt, if there was one that recorded it."""
+        """Return the number of ranks of the last attempt that recorded it, or None."""
         ranks = self.earlier[-1].get("ranks") if self.earlier else None
         return ranks if isinstance(ranks, int) else None
 
@@ -297,7 +301,7 @@ class AttemptLog:
         """Stop a job that is restarted repeatedly without progress. Call at the start of an attempt.
 
         Args:
-            max_timeouts: how many time limits in a row are allowed. They are then not counted as failures; with None,
+            max_timeouts: number of consecutive time limits allowed. If set, they are not counted as failures; if None,
                 they are.
 
         Raises:
@@ -321,7 +325,7 @@ class AttemptLog:
 
         Raises:
             TimeoutsError: with this attempt, `max_timeouts` time limits in a row without a new checkpoint.
-            FileError: the checkpoints cannot be listed, at repeated tries.
+            FileError: the checkpoints cannot be listed, even after retries.
         """
         if max_timeouts is None:
             return
@@ -339,12 +343,13 @@ class AttemptLog:
             )
 
     def resumed(self, step: int) -> None:
-        """Record the step at which this attempt resumes. It is below the newest checkpoint's if that is corrupt."""
+        """Record the step at which this attempt resumes, which is lower than the newest checkpoint's step if that is
+        corrupt."""
         self.note(start_step=step, total=self.total)
         self.update(step=step, force=True)
 
     def note(self, **entries: Any) -> None:
-        """Write entries into this attempt's record at once, in case it is killed. Callable from any thread."""
+        """Write entries to this attempt's record immediately, in case it is killed. Any thread may call this."""
         with self._lock:
             if "ended" not in self.record:
                 self.record = {**self.record, **entries}
@@ -352,15 +357,16 @@ class AttemptLog:
                 self._flush()
 
     def warn(self, message: str) -> None:
-        """Show an error that training survives, such as a full disk, in the status. Any thread may call this."""
-        with self._lock, suppress(SupersededError):  # the training thread will notice, too
+        """Add an error that training survives, such as a full disk, to the status. Any thread may call this."""
+        with self._lock, suppress(SupersededError):  # the training thread will notice this too
             self.warnings = [*self.warnings, message][-MAX_WARNINGS:]
             self.update(force=True)
 
     def update(self, force: bool = False, **entries: Any) -> None:
-        """Refresh status.json, unless it was refreshed in the last two seconds; with `force`, at once.
+        """Refresh status.json if it is older than two seconds, or if `force` is set.
 
-        Does not fsync, so that training does not wait for the disk. After a power loss, the other records replace it.
+        Do not fsync, so that training does not wait for the disk. After a power loss, the other records replace
+        status.json.
         """
         self.status.update({key: value for key, value in entries.items() if value is not None})
         now = clock.monotonic()
@@ -372,7 +378,10 @@ class AttemptLog:
             self._write_status()
 
     def sign(self) -> dict[str, Any]:
-        """Return the object that the heartbeat carries. It shows where the time went if this attempt is killed."""
+        """Return the object that each heartbeat stores.
+
+        If this attempt is killed, the object shows how its time was spent.
+        """
         return {"attempt": self.record["attempt"], "time": self.account.state()}
 
     def _write_status(self) -> None:
@@ -396,11 +405,11 @@ class AttemptLog:
 
     @property
     def step(self) -> int:
-        """Return the last step that this attempt completed, or its first one."""
+        """Return the last step that this attempt completed, or the step at which it began."""
         return int(self.status.get("step") or self.record["start_step"])
 
     def announce_end(self, cause: str) -> None:
-        """Record why this attempt is about to end: it may be killed while it requeues its job."""
+        """Record why this attempt is about to end, because it may be killed while it requeues its job."""
         self.note(cause=cause)
         self.update(state=self._state_after(cause), cause=cause, force=True)
 
@@ -413,14 +422,14 @@ class AttemptLog:
             reason: the error, if it failed.
 
         Raises:
-            FileError: the disk refuses the entry at every try.
+            FileError: the disk refuses the entry at every attempt to write it.
         """
         why = {"reason": reason} if reason else {}
-        # `_close` lists the checkpoints, which may fail, too.
+        # `_close` lists the checkpoints, which may fail too.
         insist(lambda: self._close(cause, status, self.step, self.account.state(), **why), self.run.attempts)
         insist(self._write_all, self.run.attempts)
         self.status.update(state=self._state_after(cause), cause=cause, **why)
-        with suppress(FileError):  # the other records show the same
+        with suppress(FileError):  # the other records contain the same facts
             insist(self._write_status, self.run.status)
 
     def _state_after(self, cause: str) -> str:
@@ -429,7 +438,7 @@ class AttemptLog:
         return STATE_AFTER.get(cause, "failed")
 
     def _close(self, cause: str, status: int | None, end_step: int, time: Any, **entries: str) -> None:
-        """Close the entry in `record`. `time` is the last state of its `TimeAccount`, if known."""
+        """Close the entry in `record`. `time` is the last state of the attempt's `TimeAccount`, or None if unknown."""
         saved = self.run.newest_step()
         boundary = end_step if status in BETWEEN_STEPS else None
         with self._lock:
@@ -471,7 +480,7 @@ class AttemptLog:
 
 
 def insist(write: Callable[[], T], path: Path) -> T:
-    """Call `write` again if the disk refuses, up to WRITE_TRIES times, for records that a run needs.
+    """Call `write`, up to WRITE_TRIES times if the disk refuses. For records that a run needs.
 
     Raises:
         FileError: the disk refuses every time.
@@ -491,7 +500,7 @@ def insist(write: Callable[[], T], path: Path) -> T:
 
 
 def _lines(path: Path) -> bytes:
-    """Read a `.jsonl` file, with its last line ended; empty if there is none."""
+    """Read a `.jsonl` file, and complete its last line with a line break. Return b"" if there is no file."""
     try:
         data = files.read_regular(path)
     except FileNotFoundError:

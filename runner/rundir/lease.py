@@ -1,9 +1,10 @@
 """Let one process at a time work on a run directory, ordered by fencing numbers.
 
-A process acquires the lease by exclusively creating the file of the next number; the highest number is the holder's. A
-heartbeat shows that the holder is alive, and carries a record that outlives it. A newcomer takes over at once from a
-holder that is known to be gone. If it cannot know, it watches the heartbeat. If the holder is alive, it is refused. A
-superseded process that wakes up finds a higher number and must not write: see `Lease.guard`.
+A process acquires the lease by exclusively creating the file for the next number. The process with the highest number
+is the holder. A heartbeat shows that the holder is alive, and stores a record that outlives it. A new process takes
+over immediately from a holder that is known to be gone. If it cannot know, it watches the heartbeat. If the holder is
+alive, the new process is refused. A superseded process that wakes up finds a higher number and must not write: see
+`Lease.guard`.
 
 Clocks of different machines are never compared: a watcher checks whether the heartbeat *changes*. Nothing here imports
 torch, numpy or hydra.
@@ -50,7 +51,10 @@ _NUMBERED = re.compile(r"([0-9]{8,18})\.(json|beat)")
 
 
 def is_later_start(record: Mapping[str, Any], job: Mapping[str, Any]) -> bool:
-    """Check whether a record is from a later start of `job`. False without a submission: ids are reused."""
+    """Check whether a record is from a later start of `job`.
+
+    Return False without a submission, because ids are reused.
+    """
     if job.get("submission") is None or not is_same_job(record, job):
         return False
     restarts = record.get("restart_count")  # anybody may have edited the attempt log
@@ -68,13 +72,13 @@ def end_of_earlier_start(run_dir: Path, later: Mapping[str, Any], job: Mapping[s
 def liveness(holder: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """Return `gone`, `alive` or `unknown`: what the process `own` can know about `holder` without waiting.
 
-    Gone: it released the lease; or it is the same job with a lower restart count; or it ran on this machine, in this
-    boot, and its process is dead. Unknown (the heartbeat decides): it is on another machine; it is of another boot,
-    since machines cloned from one image share host name and machine id; it is suspended (SIGSTOP) on this machine; or
-    its file is incomplete.
+    `gone` means that the holder released the lease, is an earlier start of the same job, or ran on this machine since
+    its last boot and is dead. `unknown` means that the heartbeat must decide. The holder is on a different machine or
+    from a different boot (machines cloned from one image share host name and machine id), is suspended (SIGSTOP) on
+    this machine, or its file is incomplete.
 
     Raises:
-        OSError: this machine cannot report the process now, see `processes.state_of`.
+        OSError: the state of the process cannot be read now, see `processes.state_of`.
     """
     if holder.get("released"):
         return "gone"
@@ -98,7 +102,7 @@ def describe_holder(holder: Mapping[str, Any]) -> str:
 
 
 def read_holder(directory: Path) -> tuple[int, dict[str, Any]] | None:
-    """Return (fence, holder) of the highest number, or None. A holder whose file is incomplete is {}.
+    """Return (fence, holder) for the highest number, or None. If the holder's file is incomplete, holder is {}.
 
     Raises:
         OSError: the directory or the holder's file cannot be read.
@@ -108,10 +112,10 @@ def read_holder(directory: Path) -> tuple[int, dict[str, Any]] | None:
 
 
 def is_continued(directory: Path, job: Mapping[str, Any]) -> bool:
-    """Check whether the process that took the lease from a job carries the run on in its stead.
+    """Check whether the process that took the lease from a job continues the run in place of the job.
 
-    False for a process that is no job, such as a command that prunes checkpoints while the job is suspended. False for
-    an earlier start of the same job, too: Slurm ends it.
+    Return False for a process that is not a job, such as a command that prunes checkpoints while the job is suspended.
+    Return False for an earlier start of the same job too, because Slurm ends it.
 
     Args:
         directory: the directory of the numbered files.
@@ -136,12 +140,12 @@ def _highest(directory: Path) -> int:
     except NotADirectoryError:
         if files.exists(directory):
             raise
-        return 0  # a parent in its path is a file
+        return 0  # a parent directory in the path is a file
     return max((number for number, kind, _ in _numbered(names) if kind == "json"), default=0)
 
 
 def _numbered(names: Iterable[str]) -> Iterator[tuple[int, str, str]]:
-    """Yield the number, the kind (`json` or `beat`) and the name of each holder's file."""
+    """Yield each file's number, kind (`json` or `beat`) and name."""
     for name in names:
         if match := _NUMBERED.fullmatch(name):
             yield int(match[1]), match[2], name
@@ -152,7 +156,7 @@ def _file(directory: Path, fence: int, suffix: str) -> Path:
 
 
 def heartbeat_file(directory: Path, fence: int) -> Path:
-    """Return the file that the holder with this number rewrites as long as it is alive."""
+    """Return the file that the holder with this number keeps rewriting while it is alive."""
     return _file(directory, fence, "beat")
 
 
@@ -164,7 +168,7 @@ def _read(directory: Path, fence: int) -> dict[str, Any]:
 
 
 def _patience(holder: Mapping[str, Any]) -> float:
-    """Return the seconds without a new heartbeat after which a holder has missed MISSED_BEATS of them."""
+    """Return the number of seconds in which a holder would have missed MISSED_BEATS heartbeats."""
     interval = holder.get("interval_s")
     valid = isinstance(interval, (int, float)) and 0 < interval <= MAX_INTERVAL_S
     return MISSED_BEATS * (interval if valid and interval else MAX_INTERVAL_S)
@@ -176,17 +180,17 @@ def _heartbeat(directory: Path, fence: int) -> tuple[str | None, str | None]:
     The record changes when it is completed or released.
 
     Raises:
-        OSError: a file cannot be read now. That must not count as a missed heartbeat.
+        OSError: a file cannot be read now. Do not treat this as a missed heartbeat.
     """
     beat, holder = (files.read_if_there(_file(directory, fence, suffix)) for suffix in ("beat", "json"))
     return beat, holder
 
 
 def read_carried(directory: Path) -> dict[str, Any]:
-    """Read the JSON object that the last heartbeat carried; empty if there is none, or it cannot be read."""
+    """Read the JSON object stored with the last heartbeat. Return {} if there is none or it cannot be read."""
     with contextlib.suppress(OSError):
         for _, kind, name in sorted(_numbered(files.list_dir(directory)), reverse=True):
-            # One line. The rest of a longer one may follow.
+            # Read one line. The rest of a longer, older line may follow it.
             text = (kind == "beat" and files.read_small(directory / name)) or ""
             with contextlib.suppress(ValueError, RecursionError):
                 found = json.loads(text.partition("\n")[0].partition(" ")[2])
@@ -200,8 +204,8 @@ class Lease:
     """A held lease. Acquire one with `Lease.acquire`.
 
     Attributes:
-        carried: returns the JSON object that each heartbeat carries; called in the heartbeat's thread. At first it
-            returns the previous holder's last object, which is passed on unless the holder sets this.
+        carried: returns the JSON object to store with each heartbeat; called in the heartbeat's thread. By default it
+            returns the previous holder's last object.
     """
 
     directory: Path
@@ -229,21 +233,21 @@ class Lease:
 
         Args:
             directory: the directory of the numbered files; created if missing.
-            holder: describes this process, besides host, pid and other entries that are filled in. `job_id`,
+            holder: entries that describe this process. Host, pid and others are added. `job_id`,
                 `submission` and `restart_count` order the starts of one job.
-            timeout_s: how long a holder of unknown liveness may go without a heartbeat.
+            timeout_s: how long a holder whose liveness is unknown may go without a heartbeat.
             wait_s: how long a live holder may take to release the lease.
             asked_to_stop: ends every wait for another holder when it returns true.
-            report: called with a message when there is something to wait for.
-            heart: beats for this lease and others. Without a heart, the lease has a thread.
+            report: called with a message when this process has to wait.
+            heart: thread that writes heartbeats for several leases. If None, the lease starts its own thread.
             within: the directory of an existing run. It is not created: if the run is moved or removed during the wait,
-                no new one may begin in its place.
+                no new run may begin in its place.
 
         Raises:
             RunDirError: `within` is gone.
             LockedError: the holder is alive.
             StoppedError: `asked_to_stop` ended the wait for a sign of life.
-            SupersededError: this process was suspended for so long that it has lost the lease already, or a later start
+            SupersededError: this process was suspended for so long that it has already lost the lease, or a later start
                 of its job has held it.
             UserError: the directory cannot be written.
         """
@@ -319,7 +323,7 @@ class Lease:
         """Check that this process still holds the lease. A write needs more than this: see `guard`.
 
         Raises:
-            SupersededError: a newer process holds the lease, or the file of this number is gone.
+            SupersededError: a newer process holds the lease, or the file for this number is gone.
             OSError: the directory cannot be read.
         """
         found = read_holder(self.directory)
@@ -332,14 +336,17 @@ class Lease:
         )
 
     def release(self) -> None:
-        """Release the lease at once, or once the disk permits it. Does nothing if superseded or released already."""
+        """Release the lease immediately, or as soon as the disk permits.
+
+        Do nothing if superseded or already released.
+        """
         self.end_heartbeat()
         try:
             self._write_released()
         except SupersededError:
             pass
         except OSError:
-            if self._heart is None:  # a process that lives on would block all others, and itself
+            if self._heart is None:  # a process that stays alive would block all others, and itself
                 threading.Thread(target=self._release_later, name="release", daemon=True).start()
 
     def end_heartbeat(self) -> None:
@@ -358,7 +365,7 @@ class Lease:
                     return self._write_released()
 
     def moved(self, directory: Path) -> None:
-        """Follow a rename of the run: the lease's directory is `directory` now."""
+        """Use `directory` as the lease's directory after a rename of the run."""
         self.directory = directory
 
     def __enter__(self) -> Lease:
@@ -384,10 +391,10 @@ class Lease:
                 files.close_fd(fd)
 
     def _claim(self) -> bool:
-        """Create the file of this number. Return False if another process has the number.
+        """Create the file for this number. Return False if a different process has the number.
 
         Raises:
-            SupersededError: this process was suspended in between, and others have taken this number or a higher one.
+            SupersededError: this process was suspended, and other processes have taken this number or a higher one.
         """
         mine = _file(self.directory, self.fence, "json")
         try:
@@ -402,9 +409,9 @@ class Lease:
     def _sweep(self) -> None:
         """Remove the files of lower numbers, then their temporary files, so that no late rename can succeed.
 
-        The order matters on a network file system. An older holder on another machine may list old numbers, but its own
-        file is looked up, and is removed before its temporary file is. This machine lists files that it has just
-        created only if the directory is read anew.
+        The order matters on a network file system. An older holder on a different machine may see an outdated listing,
+        but it looks up its own file, which is removed before its temporary file. Files just created by this machine
+        appear only if the directory is read again.
 
         Raises:
             OSError: the file system refuses to remove a file with which an older holder might still write.
@@ -441,7 +448,7 @@ class Lease:
         _closed(fd)
 
     def _wrote_beat(self, fd: int, count: int) -> bool:
-        """Write the counter. Return False if superseded."""
+        """Write the heartbeat counter. Return False if superseded."""
         if _highest(self.directory) != self.fence:  # checked after opening, which may have recreated
             files.remove(_file(self.directory, self.fence, "beat"))  # the file that the successor has swept
             return False
@@ -468,9 +475,9 @@ class Lease:
 
 
 class Heart:
-    """A thread that beats for many leases, such as those of a large sweep; a context manager.
+    """A thread that writes heartbeats for many leases, such as a large sweep's. Use it as a context manager.
 
-    It keeps no file open. Its leases carry no records, so that it need not beat often.
+    It keeps no file open. Its leases store no records, so heartbeats may be rare.
     """
 
     def __init__(self) -> None:
@@ -488,13 +495,13 @@ class Heart:
         self._thread.join(timeout=5)
 
     def add(self, lease: Lease) -> None:
-        """Start to beat for a lease."""
+        """Start writing heartbeats for a lease."""
         with self._lock:
             self._leases[lease.directory] = lease
             lease._beats_once(1)
 
     def remove(self, lease: Lease) -> None:
-        """Stop beating for a lease."""
+        """Stop writing heartbeats for a lease."""
         with self._lock:
             self._leases.pop(lease.directory, None)
 
@@ -568,9 +575,9 @@ def acquire_for_job(run: RunDir, job: Job, timeout_s: float, report: Callable[[s
     on another node, for example after scancel.
 
     Raises:
-        LockedError: another process holds it and is alive (for such a job: even after JOB_WAIT_S).
+        LockedError: a different process holds the lease and is alive; for a restarted job, even after JOB_WAIT_S.
         RunDirError: the run was moved or removed.
-        StoppedError: a signal came while the job waited; it was requeued if the cause requires that.
+        StoppedError: a signal arrived while the job waited. The job was requeued if the cause requires that.
         SupersededError: a later start of this job has held the lease: Slurm requeued the job, as its node was cut off.
         UserError: the run directory cannot be written.
     """
@@ -594,7 +601,7 @@ def acquire_for_job(run: RunDir, job: Job, timeout_s: float, report: Callable[[s
 
 @dataclass
 class _Seen:
-    """The last heartbeat seen, since when (monotonic), and whether its holder is alive (None: undecided)."""
+    """The last heartbeat seen, since when (monotonic), and whether the holder is alive (None if undecided)."""
 
     heartbeat: tuple[str | None, str | None]
     since: float
@@ -602,7 +609,7 @@ class _Seen:
 
 
 class LeaseWatcher:
-    """Watches for read-only commands whether holders are alive, and remembers their heartbeats between calls.
+    """Determine for read-only commands whether holders are alive, remembering heartbeats between calls.
 
     Args:
         patience_s: seconds without a new heartbeat after which a holder is dead, if longer than its three intervals.
@@ -614,7 +621,7 @@ class LeaseWatcher:
         self._seen: dict[Path, _Seen] = {}
 
     def is_alive(self, directory: Path) -> bool:
-        """Check whether the holder of the lease in `directory` is alive. False while undecided, too; see `wait`.
+        """Check whether the holder of the lease in `directory` is alive. Return False while undecided, see `wait`.
 
         Raises:
             OSError: the directory or the holder's file cannot be read.
@@ -624,7 +631,7 @@ class LeaseWatcher:
         if verdict != "unknown":
             self._seen.pop(directory, None)
             return verdict == "alive"
-        now = clock.monotonic()  # before reading: this process may be suspended in between
+        now = clock.monotonic()  # taken before reading, because this process may be suspended during the read
         heartbeat = _heartbeat(directory, fence)
         seen = self._seen.setdefault(directory, _Seen(heartbeat, now, None))
         if heartbeat != seen.heartbeat:
@@ -634,7 +641,7 @@ class LeaseWatcher:
         return bool(seen.alive)
 
     def wait(self) -> bool:
-        """Watch all undecided holders until each is decided. Return whether there were any."""
+        """Watch all undecided holders until the state of each is decided. Return whether there were any."""
         undecided = [directory for directory, seen in self._seen.items() if seen.alive is None]
         waited = bool(undecided)
         while undecided:

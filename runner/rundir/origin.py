@@ -38,8 +38,7 @@ def search_modules(run: RunDir, directory: str | None) -> None:
 
 @contextmanager
 def working_in(directory: str | None) -> Iterator[None]:
-    """Change to the directory in which a run was started, if it still exists, because a dataset may use relative
-    paths."""
+    """Change to the directory in which a run was started, if it exists, because a dataset may use relative paths."""
     before = os.getcwd()
     if directory is None or directory == before or not files.is_dir(directory):
         yield

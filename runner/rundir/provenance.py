@@ -22,19 +22,18 @@ from runner.rundir.paths import RunDir
 from runner.rundir.sources import Sources, changed_files, named_targets
 from runner.system import clock, files, processes
 
-# Packages that the results depend on; the versions of other packages do not matter.
+# Packages that affect the results. The versions of other packages do not matter.
 PACKAGES = ("torch", "numpy", "hydra-core", "omegaconf", "submitit", "safetensors")
 GIT_TIMEOUT_S = 10.0
 NOTHING_FOUND = 1  # exit status of `git config`
-MAX_DIFF = 1 << 20  # characters kept; the digest is of the whole diff
+MAX_DIFF = 1 << 20  # characters kept; the digest covers the complete diff
 
 # A repository's configuration may name programs that git runs. Describing a repository must run none of them.
 SAFE = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "diff.external=")
-# A diff that only refreshes git's index must not wait for its lock; missing objects must not be fetched, since a remote
-# may be a program.
+# `git diff` must not wait for the index lock. Missing objects must not be fetched, because a remote may be a program.
 ENVIRONMENT = {"GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none"}
-# Variables that make git use another repository (git sets some for hooks) or run a program. Variables that pass git
-# settings stay: the user may list safe directories in them.
+# Variables that make git use a different repository (git sets some for hooks) or run a program. Variables that pass git
+# settings are kept, because the user may list safe directories in them.
 DROPPED = """
     GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE GIT_OBJECT_DIRECTORY GIT_ALTERNATE_OBJECT_DIRECTORIES GIT_COMMON_DIR GIT_PREFIX
     GIT_NAMESPACE GIT_EXTERNAL_DIFF GIT_PAGER GIT_ASKPASS GIT_SSH GIT_SSH_COMMAND GIT_PROXY_COMMAND
@@ -43,7 +42,7 @@ SAFE_DIFF = ("--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty")
 
 
 def describe_code(plain: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Describe the code as it is now: this package, and the repositories of it and of the current directory.
+    """Describe the current code: this package, and the git repositories of this package and the current directory.
 
     Args:
         plain: the config whose source files are included.
@@ -82,27 +81,26 @@ def write_code(
     Args:
         path: the file.
         code: from `describe_code`.
-        overrides: of the command.
-        guard: the right to change the run.
+        overrides: overrides of the command. guard: the right to change the run.
         edit: the change of settings that the command makes in an existing run, see `edits`.
-        config: the new content of config.yaml, which is written after this.
+        config: the new content of config.yaml, which is written after code.json.
     """
     before = files.read_object(path)
     earlier = before.get("earlier")
     kept = [*(earlier if isinstance(earlier, list) else []), _summary(before)] if before else []
     edited = [*_edits(before), *([edit] if edit else [])]
     configs = [_digest(config.encode())]
-    with suppress(FileNotFoundError):  # the old one too: config.yaml is written last
+    with suppress(FileNotFoundError):  # accept the old digest too, because config.yaml is written last
         configs.append(_digest(files.read_regular(RunDir(path.parent).config)))
     described = {**code, "configs": configs, "earlier": kept, "edits": edited}
     files.write_json(path, {"overrides": list(overrides), **described}, guard=guard)
 
 
 def check_config(run: RunDir) -> None:
-    """Refuse a run whose config.yaml is not as a command wrote it: a resume would follow only some of an edit.
+    """Refuse a run whose config.yaml was edited by hand, because a resume would apply only part of the edit.
 
     Raises:
-        RunDirError: it was edited by hand.
+        RunDirError: config.yaml was edited by hand.
         OSError: it cannot be read.
     """
     if _is_as_written(run):
@@ -120,7 +118,7 @@ def check_config(run: RunDir) -> None:
 def _is_as_written(run: RunDir) -> bool:
     configs = files.read_object(run.code).get("configs")
     if not isinstance(configs, list):
-        return True  # code.json is gone, or the run was made by a program
+        return True  # code.json is gone, or a program created the run
     return _digest(files.read_regular(run.config)) in configs
 
 
@@ -129,9 +127,9 @@ def _digest(content: bytes) -> str:
 
 
 def edits(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the deliberate changes of a run's settings, oldest first.
+    """Return the changes that commands made to a run's settings, oldest first.
 
-    Each has `step`, after which it applies, `changes` in words, and `before`, the identity until then.
+    Each has `step`, after which it applies, a description in `changes`, and the previous identity in `before`.
 
     Raises:
         OSError: code.json cannot be read.
@@ -145,16 +143,16 @@ def _edits(code: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def code_changes(run_dir: Path, now: Mapping[str, Any] | None = None, sources: Sources | None = None) -> list[str]:
-    """List how the code differs from the code that the run was started with, one line per difference.
+    """List the differences from the code that the run was started with, one line each.
 
-    Compares only repositories that hold the current directory or this package: git never runs in a directory because a
-    file names it. Compares the source files of the config that the run was started with, so that only code changes are
+    Compare only repositories that contain the current directory or this package, so that git never runs in a directory
+    named by a file. Compare the source files of the config that the run was started with, so that only code changes are
     listed.
 
     Args:
         run_dir: the run directory.
         now: from `describe_code`, if the caller has it.
-        sources: the reader used for other runs, if the caller has many.
+        sources: a reader to share between several runs.
     """
     before = files.read_object(RunDir(run_dir).code)
     if not before:
@@ -185,25 +183,25 @@ def code_changes(run_dir: Path, now: Mapping[str, Any] | None = None, sources: S
 def _changed_files(before: Mapping[str, Any], sources: Sources) -> list[str]:
     targets, digests = before.get("targets"), before.get("modules")
     if not isinstance(targets, list) or not isinstance(digests, dict):
-        return []  # started with an earlier version, which did not record them
+        return []  # started with an earlier version, which did not record source files
     now = sources.of([target for target in targets if isinstance(target, str)])
     return changed_files(digests, now, str(before.get("directory", "")))
 
 
 def _are_within(root: str, edited: Sequence[str]) -> bool:
-    """Check whether a line of `changed_files` names a file of a repository."""
+    """Check whether a line from `changed_files` names a file in a repository."""
     return any((Path.cwd() / line).is_relative_to(root) for line in edited)
 
 
 def changes_at_start(run_dir: Path, since: float) -> list[str]:
-    """Return the `code_changes` that the last command found when it started the run, if it ran later than `since`."""
+    """Return the `code_changes` recorded by the command that last started the run, if it ran later than `since`."""
     code = files.read_object(RunDir(run_dir).code)
     changes, time = code.get("changes"), code.get("time")
     return list(changes) if isinstance(changes, list) and isinstance(time, float) and time > since else []
 
 
 def code_facts(code: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that identify the code of a run: commits, uncommitted changes, and the user's source files."""
+    """Return the entries that identify a run's code: commits, uncommitted changes and the user's source files."""
     found: dict[str, Any] = {"runner": object_in(code, "runner").get("digest")}
     for root, described in object_in(code, "repositories").items():
         if isinstance(described, dict):
@@ -215,13 +213,14 @@ def code_facts(code: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def environment_facts(code: Mapping[str, Any], attempt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the environment of a run's last start and of one attempt: Python, platform, packages, node, ranks."""
+    """Return facts about the environment: Python, platform and packages at the last start; node and ranks of an
+    attempt."""
     found = {"python": code.get("python"), "platform": code.get("platform"), **object_in(code, "packages")}
     return found | {key: attempt.get(key) for key in ("node", "ranks")}
 
 
 def object_in(record: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return an object within a record, which may have been edited; empty if the entry is no object."""
+    """Return an object within a record, or {} if the entry is not an object, as an edit may have caused."""
     part = record.get(name)
     return part if isinstance(part, dict) else {}
 
@@ -248,7 +247,7 @@ def _data_package() -> Path:
 
 
 def _source_digest(*folders: Path) -> str:
-    """Return one digest of all Python files in `folders`."""
+    """Return a single digest of all Python files in `folders`."""
     digest = hashlib.sha256()
     for folder in folders:
         tree = files.walk(folder)
@@ -259,7 +258,7 @@ def _source_digest(*folders: Path) -> str:
 
 
 def _roots() -> list[Path]:
-    """Return the git repositories that hold the current directory and this package."""
+    """Return the git repositories that contain the current directory and this package."""
     found = set()
     for folder in (Path.cwd(), _package()):
         found.update([path for path in (folder, *folder.parents) if files.exists(path / ".git")][:1])
@@ -267,17 +266,17 @@ def _roots() -> list[Path]:
 
 
 def _describe_repository(root: Path) -> dict[str, Any] | None:
-    """Return commit, diff and untracked files of a git repository; None if git cannot determine its commit."""
+    """Return a repository's commit, diff and untracked files, or None if git cannot determine the commit."""
     filters = _own_filters(root)
     if filters is None or any("=" in key for key in filters):
-        return None  # the option -c cannot disable such a filter
+        return None  # git's -c option cannot disable such a filter
     safe = [*SAFE, *(option for key in filters for option in ("-c", f"{key}="))]
     questions = (
         ("rev-parse", "HEAD"),
         ("diff", "HEAD", *SAFE_DIFF),
         ("status", "--porcelain", "--ignore-submodules=dirty"),
     )
-    asked = [_start_git(root, *safe, *question) for question in questions]  # in parallel: each may take seconds
+    asked = [_start_git(root, *safe, *question) for question in questions]  # run in parallel, because each may take seconds
     commit, diff, status = (_output(process) for process in asked)
     if commit is None:
         return None
@@ -290,10 +289,10 @@ def _describe_repository(root: Path) -> dict[str, Any] | None:
 
 
 def _own_filters(root: Path) -> list[str] | None:
-    """Return the filters (programs) that the repository's configuration defines, not the user's; None if git fails."""
+    """Return the filter programs that the repository's (not the user's) configuration defines; None if git fails."""
     scopes = ["--local"]
     separate = _config(root, "--local", "--bool", "--get", "extensions.worktreeConfig")
-    if separate == ["true"]:  # else git refuses --worktree if there are several working trees
+    if separate == ["true"]:  # otherwise git refuses --worktree if there are several working trees
         scopes.append("--worktree")
     query = ("--includes", "--name-only", "--get-regexp", r"^filter\.")
     found = [separate, *(_config(root, scope, *query) for scope in scopes)]
@@ -301,7 +300,7 @@ def _own_filters(root: Path) -> list[str] | None:
 
 
 def _config(root: Path, *query: str) -> list[str] | None:
-    """Return the lines that `git config` prints, perhaps none; None if it fails."""
+    """Return the lines printed by `git config` (possibly none), or None if it fails."""
     process = _start_git(root, "config", *query)
     output = _output(process)
     if output is None and (process is None or process.returncode != NOTHING_FOUND):

@@ -25,13 +25,14 @@ SHIPPED = ("launch.local:LocalLauncher", "launch.slurm:SlurmLauncher")
 
 
 def jobs(runs: Iterable[RunDir]) -> tuple[dict[Path, JobInfo], dict[Path, str]]:
-    """Return the jobs that schedulers report, and why a run's scheduler cannot be asked; both by run directory."""
+    """Return the jobs that schedulers report, and reasons why a scheduler cannot be asked, both keyed by run
+    directory."""
     submitted: dict[str, list[Path]] = {}
     found: dict[Path, JobInfo] = {}
     unanswered: dict[Path, str] = {}
     for run in runs:
         try:
-            files.read_object(run.status)  # launchers read it: one unreadable file must not fail the whole query
+            files.read_object(run.status)  # launchers read this file; one unreadable file must not fail the complete query
             if name := launcher_of(run):
                 submitted.setdefault(name, []).append(run.path)
         except OSError as error:
@@ -46,7 +47,7 @@ def jobs(runs: Iterable[RunDir]) -> tuple[dict[Path, JobInfo], dict[Path, str]]:
 
 
 def cancel(runs: Iterable[RunDir]) -> dict[Path, str]:
-    """End the live jobs of runs through the launchers that submitted them, and return what was ended, by path.
+    """Cancel the live jobs of runs through the launchers that submitted them. Return what was cancelled, by path.
 
     Raises:
         UserError: a launcher cannot cancel, or its scheduler does not answer or refuses.
@@ -65,7 +66,7 @@ def cancel(runs: Iterable[RunDir]) -> dict[Path, str]:
 
 
 def launcher_of(run: RunDir) -> str | None:
-    """Return the class that submitted the run; None if the run was never submitted.
+    """Return the launcher class that submitted the run, or None if the run was never submitted.
 
     Without a job.json (the command was killed before it wrote it), return the launcher of the job that trained last.
 
@@ -73,8 +74,8 @@ def launcher_of(run: RunDir) -> str | None:
         OSError: job.json or status.json cannot be read.
     """
     try:
-        # Opened at once, without checking first that it exists: on a network file system a machine may believe for
-        # seconds that a file is still missing, but it asks the server when it opens one.
+        # Open the file without checking first that it exists. On a network file system, a machine may believe for
+        # seconds that a new file is missing, but it asks the server when it opens the file.
         found = files.read_regular(run.job)
     except (FileNotFoundError, NotADirectoryError):
         launcher = files.read_object(run.status).get("launcher")
@@ -85,7 +86,7 @@ def launcher_of(run: RunDir) -> str | None:
 
 
 def _known_launcher(name: str) -> metadata.EntryPoint:
-    """Return the registered launcher of that name (`module.Class`).
+    """Return the registered launcher with this name (`module.Class`).
 
     Raises:
         LookupError: no such launcher is registered.

@@ -1,8 +1,8 @@
-"""Account for the time of one attempt: seconds by activity, and how much of its training a checkpoint keeps.
+"""Account for one attempt's time: seconds by activity, and how much of the training time a checkpoint preserves.
 
-The seconds are by the monotonic clock of rank 0's machine, from the start of its process or its job. While the attempt
-runs, they are in status.json and in the heartbeat of its lease. So the next attempt knows how a killed attempt spent
-its time, up to the last heartbeat.
+Seconds are measured with the monotonic clock on rank 0's machine, from the start of the process or job. While the
+attempt runs, they are in status.json and in the lease's heartbeat. So the next attempt knows how a killed attempt spent
+its time up to the last heartbeat.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ ACTIVITIES = ("start", "restore", "steps", "data_wait", "save", "evaluation", "e
 """Activities of an attempt: `start` of the process, `restore` of a checkpoint, `steps`, waiting for batches
 (`data_wait`), stalls by a `save`, `evaluation`, and the `end`: it records its end and is requeued."""
 MAX_SECONDS = 3e13
-MAX_SAVES = 16  # remembered: a checkpoint may be committed some saves after it was begun, or be lost
-MAX_LAPS = 100  # remembered
+MAX_SAVES = 16  # saves to remember: a checkpoint may be committed several saves after it was begun, or be lost
+MAX_LAPS = 100  # laps to remember
 
 
 class Laps(NamedTuple):
-    """The number of steps that an attempt has completed, and the seconds of the last ones, without its first step."""
+    """The number of steps completed in an attempt, and the durations of the latest, excluding the attempt's first
+    step."""
 
     steps: int = 0
     seconds: tuple[float, ...] = ()
@@ -32,13 +33,13 @@ class TimeAccount(Stopwatch):
     """The seconds of this process's attempt, by activity.
 
     Args:
-        since: when the attempt began, on the monotonic clock; now by default.
+        since: when the attempt began, on the monotonic clock; by default, now.
     """
 
     def __init__(self, since: float | None = None) -> None:
         super().__init__("start", since)
         self._saves = 0
-        self._trained: dict[int, float] = {}  # seconds of steps so far, by the step that was saved then
+        self._trained: dict[int, float] = {}  # step of a save -> seconds spent in steps until then
         self._lapped = 0.0
         self.laps = Laps()
         """The steps so far. Replaced as a whole, so that any thread may read it."""
@@ -52,9 +53,9 @@ class TimeAccount(Stopwatch):
         self.laps = Laps(steps + 1, (*laps, self._lapped - before)[-MAX_LAPS:] if steps else ())
 
     def saving(self, step: int) -> None:
-        """Note that the state after `step` is about to be saved, and the training time until then."""
+        """Record that the state after `step` is about to be saved, and the training time until now."""
         self._saves += 1
-        # Replaced as a whole: the thread of the heartbeat may be reading it.
+        # Replace the dict instead of changing it, because the heartbeat thread may be reading it.
         trained = {**self._trained, step: round(self.of("steps"), 3)}
         self._trained = {each: trained[each] for each in sorted(trained)[-MAX_SAVES:]}
 
@@ -65,19 +66,21 @@ class TimeAccount(Stopwatch):
 
 
 def latest(attempt: Any, *records: Mapping[str, Any]) -> Any:
-    """Return the last account state of an attempt among records that each have its number; None if there is none."""
+    """Return the latest account state of an attempt from records that contain its number, or None if none does."""
     states = [record.get("time") for record in records if record.get("attempt") == attempt]
     return max(states, key=lambda state: sum(_durations(state, "seconds").values()), default=None)
 
 
 def closed(state: Any, start_step: int, checkpoint_step: int, end_step: int | None = None) -> dict[str, Any]:
-    """Compute an attempt's entries `seconds`, `kept_s`, `trained` and `saves` from its last state; none if unusable.
+    """Compute an attempt's entries `seconds`, `kept_s`, `trained` and `saves` from its last state.
+
+    Return {} if unusable.
 
     Args:
-        state: from `TimeAccount.state`, perhaps read from a file.
+        state: result of `TimeAccount.state`, optionally read from a file.
         start_step: the step at which the attempt began.
         checkpoint_step: the newest checkpoint's step when the attempt ended. Later steps must be repeated.
-        end_step: the last step of an attempt that ended between two steps; None if it may have begun another one.
+        end_step: the last step, if the attempt ended between two steps; None if it may have begun a further step.
     """
     seconds, trained = (_durations(state, name) for name in ("seconds", "trained"))
     if not seconds:
@@ -85,7 +88,7 @@ def closed(state: Any, start_step: int, checkpoint_step: int, end_step: int | No
     steps = seconds.get("steps", 0.0)
     saved = {int(step): value for step, value in trained.items() if re.fullmatch("[0-9]{1,15}", step)}
     until = [saved[step] for step in sorted(saved) if step <= checkpoint_step]
-    # The checkpoint is later than the last known save: it was committed after the state was written.
+    # The checkpoint is newer than the last known save, because it was committed after the state was written.
     saved_since = checkpoint_step > max(saved, default=start_step)
     all_saved = end_step is not None and checkpoint_step >= end_step
     kept = steps if saved_since or all_saved else until[-1] if until else 0.0
@@ -96,13 +99,13 @@ def closed(state: Any, start_step: int, checkpoint_step: int, end_step: int | No
 
 
 def kept_up_to(attempt: Mapping[str, Any], step: int) -> float:
-    """Return the seconds of `steps` that an attempt kept, if the next one resumed at `step`, an older checkpoint."""
+    """Return the seconds in steps that an attempt preserved if the next one resumed at `step`, an older checkpoint."""
     trained = _durations(attempt, "trained")
     return max((seconds for each, seconds in trained.items() if each.isdecimal() and int(each) <= step), default=0.0)
 
 
 def _durations(state: Any, name: str) -> dict[str, float]:
-    """Return the durations in the object `name` of a record; empty if there is no such object."""
+    """Return the durations in the object `name` of a record, or {} if there is no such object."""
     found = state.get(name) if isinstance(state, Mapping) else None
     if not isinstance(found, Mapping):
         return {}
@@ -110,9 +113,9 @@ def _durations(state: Any, name: str) -> dict[str, float]:
 
 
 def lived_s(attempt: Mapping[str, Any]) -> float | None:
-    """Return how many seconds an attempt took, from its line in attempts.jsonl; None if unknown.
+    """Return an attempt's duration in seconds, from its line in attempts.jsonl, or None if unknown.
 
-    Without an account, the wall clock decides. For a killed attempt that includes the time until the next one began.
+    Without an account, use wall-clock times. For a killed attempt, they include the time until the next attempt began.
     """
     if seconds := _durations(attempt, "seconds"):
         return sum(seconds.values())
@@ -121,7 +124,7 @@ def lived_s(attempt: Mapping[str, Any]) -> float | None:
 
 
 def is_duration(value: Any) -> TypeGuard[float]:
-    """Check whether a value of a record is a number of seconds. More than a million years is damage."""
+    """Check whether a value from a record is a plausible number of seconds: less than a million years."""
     return type(value) in (int, float) and 0 <= value < MAX_SECONDS
 
 
