@@ -242,8 +242,7 @@ class Sweep:
         return RankProcesses(self._command, run, self._ranks, self._environment(slot), log)
 
     def _environment(self, slot: int) -> dict[str, str]:
-        """Return a slot's environment: one GPU per rank (shared if there are too few) and an equal share of the
-        cores."""
+        """Return a slot's environment: one GPU per rank (shared if too few) and an equal share of the cores."""
         environment = dict(processes.environment)
         if self._gpus or self._chosen:
             first, count = slot * self._ranks, min(self._ranks, len(self._gpus))

@@ -1,4 +1,4 @@
-"""The names of the package `exactdata`, and the text that the examples train on.
+"""Provide the names of the package `exactdata`, and the text that the examples train on.
 
 Configs and projects may use `runner.data.shards.TokenShards` or `exactdata.shards.TokenShards`. Both are the same class
 and give the same run.

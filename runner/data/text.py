@@ -1,4 +1,4 @@
-"""Text as bytes (a vocabulary of 256), prepared once in a cache and memory-mapped from there.
+"""Datasets of text as bytes (a vocabulary of 256), prepared once in a cache and memory-mapped.
 
 Texts are concatenated, each followed by a zero byte. Of every 20 blocks of the result, the last is held out. The split
 `eval` has these 5 %, `train` has the rest, and `all` has both. The split depends only on the text.
@@ -167,7 +167,7 @@ def _library_files(library: Path) -> Iterator[Path]:
 
 
 def python_topics() -> tuple[Callable[[], Iterator[bytes]], int, str]:
-    """Return the same as `python_files` for pydoc's language reference."""
+    """Return, for pydoc's language reference, the same values as `python_files`."""
     try:
         module = importlib.import_module("pydoc_data.topics")
     except ImportError as error:

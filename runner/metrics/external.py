@@ -120,7 +120,7 @@ class ExternalWriter(ABC):
         return False
 
     def about(self, lineage: Lineage) -> None:
-        """Set the facts known about the run. Called before the first record."""
+        """Receive facts about the run. Called before the first record."""
         self.lineage = lineage
 
     def ending(self, state: str, reason: str | None = None) -> None:

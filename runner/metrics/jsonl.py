@@ -1,4 +1,4 @@
-"""Write metrics.jsonl: one JSON object per line, each step once, however often the run is killed."""
+"""Write metrics.jsonl with one JSON object per line and each step exactly once, even if the run is killed."""
 
 from __future__ import annotations
 
@@ -194,8 +194,8 @@ def _in_place(path: Path, step: int, evaluated: bool, guard: files.Guard | None)
 def resume_jsonl(path: Path, step: int, evaluated: bool = True, guard: files.Guard | None = None) -> JsonlWriter:
     """Keep the records of one file up to `step` in a new file that replaces it, and open the new file for appending.
 
-    The writer appends to that file even if the path is later given to another file. Arguments and errors are those of
-    `resume_records`. The file may be missing.
+    The writer appends to that file even if a different file later replaces it at the path. Arguments and errors are
+    those of `resume_records`. The file may be missing.
     """
     try:
         file = files.open_regular(path, follow=True)

@@ -1,4 +1,4 @@
-"""Facts about a run that loggers show besides its metrics: settings, fork, attempts, how it ended."""
+"""Facts about a run that loggers show in addition to metrics: settings, fork, attempts and how it ended."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def names_all(step: int, sources: int) -> bool:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a metrics.jsonl. Records of steps have every source that was named so far.
+    """Yield the records of a metrics.jsonl. Step records are filled in with every source named so far.
 
     Lines that are not records of a step or of an evaluation are skipped.
 

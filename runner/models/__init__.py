@@ -1,1 +1,1 @@
-"""Models, losses and tasks that the runner ships. `_target_` selects any other."""
+"""Models, losses and tasks shipped with the runner. To use different ones, set `_target_`."""

@@ -22,9 +22,9 @@ TRIAL = 4
 def next_token_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Compute the logits of each next token from the earlier tokens of the same document.
 
-    A model whose `forward` takes `document_ids` gets them and `position_ids`. A model that takes only `position_ids`,
-    such as those of Hugging Face, is tried once with two short documents: do the logits of the second document depend
-    on the first? Many models accept positions and do not separate documents by them.
+    If the model's `forward` takes `document_ids`, it receives them and `position_ids`. A model that takes only
+    `position_ids`, such as a Hugging Face model, is tested once with two short documents, because many models accept
+    positions but do not separate documents. The logits of the second document must not depend on the first.
 
     Args:
         model: maps token ids (B, T) to logits (B, T, V), or to an object with `logits`. It may be wrapped by DDP or
@@ -62,7 +62,7 @@ class _Way:
     """A way to call a model.
 
     Attributes:
-        names: entries of the batch that the model gets besides `input_ids`.
+        names: batch entries that are passed to the model in addition to `input_ids`.
         options: further keyword arguments of the model.
         apart: whether documents do not attend to each other with this call.
         as_one_row: concatenate all rows into one. Hugging Face's flash attention separates documents by their positions
@@ -94,7 +94,7 @@ def _bare(model: Any) -> nn.Module:
 
 
 def _way_of(model: nn.Module, device: torch.device) -> _Way:
-    """Find out how to call a model, from its signature or by a trial, and remember it."""
+    """Determine from its signature or a trial how to call a model, and cache the result."""
     arguments = inspect.signature(model.forward).parameters
     names = [name for name in ("position_ids", "document_ids") if name in arguments]
     if "document_ids" in names:

@@ -62,12 +62,13 @@ class Group:
 
     @property
     def left_out(self) -> int:
-        """Return the number of runs in no mean: failed or unfinished runs, which may be shorter."""
+        """Return the number of runs excluded from the means: failed or unfinished runs, which may be shorter."""
         return sum(run.state != FINISHED for run in self.runs)
 
 
 def differing(runs: Sequence[RunResults]) -> list[str]:
-    """Return the keys of settings that differ between runs: those that change the result, the rest, the seed."""
+    """Return the keys of settings that differ between runs: first result-changing ones, then the rest, then the
+    seed."""
     readable = [run.settings for run in runs if run.settings]
     keys = dict.fromkeys(key for settings in readable for key in settings)
     found = [key for key in keys if key not in OWN and _differs(key, readable)]
@@ -151,7 +152,7 @@ def _spreads(runs: Sequence[RunResults]) -> dict[str, Spread]:
 
 
 def _spread(curves: Sequence[Series]) -> Spread | None:
-    """Return the spread at one step; None if the runs have no common step, or no finite value there."""
+    """Return the spread at the common step, or None if there is no common step or no finite value there."""
     last = {int(curve.steps[-1]) for curve in curves}
     step = last.pop() if len(last) == 1 else _common_step(curves)
     values = [value for curve in curves if step is not None and math.isfinite(value := curve.at(step))]
@@ -172,14 +173,14 @@ def _common_step(curves: Sequence[Series]) -> int | None:
 
 
 def main_metric(runs: Sequence[RunResults]) -> str | None:
-    """Return the metric that ranks runs by default: that of their best checkpoints, or the loss."""
+    """Return the metric that ranks runs by default: the metric that decides their best checkpoints, or the loss."""
     names = [name for run in runs for name in run.metrics]
     judged = [str(run.settings.get("checkpoint.best.metric")) for run in runs]
     return next((name for name in (*judged, "eval_loss", "loss", *names) if name in names), None)
 
 
 def ranked(runs: Sequence[RunResults], metric: str | None) -> list[RunResults]:
-    """Return the runs, best value of `metric` first; runs without a value come last, in their order."""
+    """Return the runs sorted by `metric`, best first. Runs without a value come last, in their original order."""
     sign = 1 if metric is None or is_lower_better(runs, metric) else -1
 
     def key(run: RunResults) -> tuple[bool, float]:
@@ -190,12 +191,15 @@ def ranked(runs: Sequence[RunResults], metric: str | None) -> list[RunResults]:
 
 
 def is_lower_better(runs: Sequence[RunResults], metric: str) -> bool:
-    """Return whether a lower value of a metric is better, by the runs' modes or by its name."""
+    """Return whether lower is better for a metric, according to the runs' modes or the metric's name."""
     return lower_is_better(metric, {name: mode for run in runs for name, mode in run.modes.items()})
 
 
 def as_json(runs: Sequence[RunResults], groups: Sequence[Group]) -> dict[str, Any]:
-    """Return the report for programs. Numbers that are not finite are null; `goodput` is in node seconds by bucket."""
+    """Return the report as JSON-serializable data.
+
+    Nonfinite numbers are null; `goodput` is in node seconds by bucket.
+    """
     keys = differing(runs)
     attempts = [attempt for run in runs for attempt in run.accounts]
     return {

@@ -1,8 +1,8 @@
 """Sum up how allocated node time was spent, from the attempts of runs.
 
-Only durations of the same clock are added: those of an attempt are by the monotonic clock of its process, those of the
-queue by the scheduler's clock. The wall clock only decides in which week an attempt was. For a killed attempt, the time
-after its last heartbeat is unknown and left out: at most 0.4 % of its time (see `runner.rundir.lease`).
+Only durations from the same clock are added. Attempts use the monotonic clock of their process, and queue times use the
+scheduler's clock. The wall clock only decides in which week an attempt was. For a killed attempt, the time after its
+last heartbeat is unknown and omitted: at most 0.4 % of its time (see `runner.rundir.lease`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LAST_START_S = 1e10
 
 
 def of_attempt(attempt: Mapping[str, Any]) -> dict[str, float]:
-    """Return node seconds by bucket for a line of attempts.jsonl; all 0 if it has no time account."""
+    """Return node seconds by bucket for a line of attempts.jsonl. All are 0 if it has no time account."""
     seconds: Mapping[str, Any] = attempt["seconds"] if has_account(attempt) else {}
     nodes = attempt.get("nodes")
     nodes = nodes if type(nodes) is int and 0 < nodes <= MAX_NODES else 1
@@ -65,7 +65,7 @@ def under_way(current: Mapping[str, Any], time: Any, checkpoint_step: int) -> di
 
 
 def resumed(attempts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the attempts of a run, with steps counted once that were repeated after a corrupt checkpoint."""
+    """Return the attempts of a run. Steps repeated because of a corrupt checkpoint are counted only once as useful."""
     found: list[Mapping[str, Any]] = []
     least = MAX_STEPS
     for attempt in reversed(attempts):
@@ -107,7 +107,7 @@ def by_week(attempts: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]
     """Sum node seconds by ISO week (`2026-W47`, UTC) and bucket.
 
     An attempt over several weeks is split by the time in each. Its waiting counts for the week in which it began. An
-    attempt without a usable start time is left out.
+    attempt without a usable start time is skipped.
     """
     found: dict[str, list[dict[str, float]]] = {}
     for attempt in attempts:

@@ -29,7 +29,7 @@ def embedded(runs: Sequence[RunResults], most: int = MAX_BYTES) -> tuple[list[Me
         most: limit for all embedded bytes.
 
     Returns:
-        the embedded media of each run, and a sentence about those left out; empty if there are none.
+        The embedded media of each run, and a sentence about omitted media, or "" if none were omitted.
     """
     media: list[Media] = [{} for _ in runs]
     left_out = used = 0

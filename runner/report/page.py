@@ -62,8 +62,8 @@ def page(
         runs: runs to show, one or more.
         title: heading of the page.
         metric: metric that the page shows first.
-        by: settings by which the page groups at first, if any.
-        together: settings offered as one combined grouping. Each single setting is offered anyway.
+        by: settings by which the page groups runs initially, if any.
+        together: settings offered as one combined grouping, in addition to each single setting.
         intro: HTML that precedes everything else.
         refresh_s: seconds after which the page is rewritten and reloads itself.
         searches: data of each search from `runner.report.search.search_data`, with its name and a summary.
@@ -73,7 +73,7 @@ def page(
     data = {**page_data(runs, title, metric, by, together), "refresh": refresh_s}
     data |= {"searches": list(searches)} if searches else {}
     scripts = (*SCRIPTS, SEARCH_SCRIPT) if searches else SCRIPTS
-    # In the order of the marks in the page, so that inserted text is not searched for marks.
+    # Replace placeholders in their order in the page, so that inserted text is not searched for placeholders.
     filled = {
         "/*STYLE*/": (parts / "page.css").read_text(),
         "<!--INTRO-->": f'<div id="intro">{intro}</div>' if intro else "",
@@ -168,7 +168,7 @@ def _beginning(diff: str) -> str:
 
 
 def _common(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the entries that all non-empty parts have in common."""
+    """Return the entries shared by all non-empty parts."""
     first, *others = [part for part in parts if part] or [{}]
     return {key: value for key, value in first.items() if all(_is(one, key, value) for one in others)}
 
@@ -182,14 +182,14 @@ def _rest(part: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fork(run: RunResults, places: Mapping[Path, int]) -> dict[str, Any] | None:
-    """Return a branch's trunk, the fork's step, and the trunk's index on the page (None if it is not there)."""
+    """Return a branch's trunk, the fork's step, and the trunk's index on the page (None if not on the page)."""
     if run.fork is None or run.trunk is None:
         return None
     return {"run": run.fork[0], "step": run.fork[1], "index": places.get(run.trunk)}
 
 
 def _budget(runs: Sequence[RunResults]) -> int:
-    """Return the points of a curve, so that all are at most POINTS; parts and hardware get a quarter of it."""
+    """Return the number of points per curve, so that the total is at most POINTS. Parts and hardware get a quarter."""
     names = [name for run in runs for name in run.series if is_plotted(name)]
     parts = sum("/" in name for name in names)
     quarters = parts + sum(name in HARDWARE or name == "data_wait_s" for run in runs for name in run.timings)
@@ -197,7 +197,7 @@ def _budget(runs: Sequence[RunResults]) -> int:
 
 
 def is_plotted(name: str) -> bool:
-    """Return whether the page has a curve of a number: a metric, an axis or a source's sample count."""
+    """Return whether the page plots a number, which is so for metrics, axes and sample counts of sources."""
     return is_metric(name) or name in (*PLOTTED, *AXES) or name.startswith("sources/")
 
 
@@ -270,7 +270,7 @@ def _attempt(attempt: dict[str, Any]) -> dict[str, Any]:
 
 
 def _events(run: RunResults) -> list[dict[str, Any]]:
-    """Return evaluations and phase changes, with the time of their step as far as that is known."""
+    """Return evaluations and phase changes, with the time of each step if known."""
     clock = _clock(run)
     if not clock:
         return []
@@ -288,7 +288,7 @@ def _events(run: RunResults) -> list[dict[str, Any]]:
 
 
 def _clock(run: RunResults) -> dict[int, float]:
-    """Return when some of the run's steps were made: from its timings, its first start and its last end."""
+    """Return the times of some steps, from the run's timings, first start and last end."""
     timed = run.timings.get("time")
     lines = [] if timed is None else zip(timed.steps.tolist(), timed.values.tolist(), strict=True)
     made = {step: at for step, at in lines if step > _trunk_steps(run)}

@@ -29,7 +29,7 @@ from runner.system import files
 FINISHED = "finished"
 NO_MODES: Mapping[str, str] = {}
 MAX_ENDS = 100
-RUNNING = ("running", "suspended", "ending")  # states of a run whose last steps may still be saved
+RUNNING = ("running", "suspended", "ending")  # states in which a run's last steps may still be saved
 # Numbers of a record that describe the training; they are no results by which runs are compared.
 COUNTS = ("lr", "samples_seen", "tokens_seen", "grad_norm")
 NESTED_COUNTS = ("sources/", "lr_by_optimizer/", "grad_norm_by_optimizer/")
@@ -230,7 +230,7 @@ def is_shown(name: str) -> bool:
 
 
 def judges(settings: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return the metrics by which a run stops early or keeps its best checkpoint: name -> `min` or `max`."""
+    """Return the metrics that decide early stopping or the best checkpoint: name -> `min` or `max`."""
     judged = {
         settings.get(f"{part}.metric"): settings.get(f"{part}.mode") for part in ("early_stopping", "checkpoint.best")
     }

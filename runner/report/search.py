@@ -1,6 +1,6 @@
-"""Collect what the page shows of a search: trials, importance of settings, best result so far.
+"""Collect a search's data for the page: trials, importance of settings, best result so far.
 
-All values are derived from the rules and the journal. Results that are not finite are counted and left out.
+All values are derived from the rules and the journal. Results that are not finite are counted, but otherwise skipped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_BINS, BIN_SIZE = 4, 4  # for a numeric setting: most bins, fewest results in
 
 
 def search_data(rules: Rules, journal: Journal) -> dict[str, Any]:
-    """Return what the page draws of a search."""
+    """Return the data of a search that the page draws."""
     varied = [each for each in rules.space.dimensions if each.size > 1]
     keys = [each.key.lstrip("+") for each in varied]
     names = short_names(keys, ("step", rules.metric))
@@ -60,12 +60,12 @@ def position(dimension: Dimension, trial: Trial) -> float:
 
 
 def results(journal: Journal, trial: Trial) -> list[tuple[int, float | None]]:
-    """Return the steps and results of a trial from the first rung on; None for a result that is not finite."""
+    """Return the steps and results of a trial from the first rung on. A result that is not finite becomes None."""
     return [(step, value if math.isfinite(value) else None) for step, value in journal.results(trial)]
 
 
 def best_so_far(rules: Rules, journal: Journal) -> list[dict[str, Any]]:
-    """Return each change of the best trial, with the steps trained until then, each step of a run counted once.
+    """Return each change of the best trial, with the number of distinct steps trained until then.
 
     The best trial is defined by `runner.search.decide.best`: it is at the highest rung with a result. Its result can
     therefore become worse when the first trial reaches a higher rung.

@@ -54,7 +54,7 @@ class Series:
         return bool(np.isfinite(self.values[0]) and (self.values == self.values[0]).all())
 
     def at(self, step: int) -> float:
-        """Return the value at a step that has a point."""
+        """Return the value at `step`, which must have a point."""
         return float(self.values[np.searchsorted(self.steps, step)])
 
     def thinned(self, points: int, keep: Collection[int] = ()) -> Series:
@@ -183,7 +183,7 @@ class Columns:
 
 
 def merged(one: Series, other: Series) -> Series:
-    """Return both series as one; at a common step, the value of `one`."""
+    """Merge two series. At a common step, use the value of `one`."""
     steps, values = np.concatenate([one.steps, other.steps]), np.concatenate([one.values, other.values])
     unique, first = np.unique(steps, return_index=True)
     return Series(unique, values[first])

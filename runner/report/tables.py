@@ -66,7 +66,7 @@ def _result_cells(result: Result | None) -> list[str]:
 
 
 def group_table(groups: Sequence[Group], metrics: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Return columns and rows of groups: settings, number of runs, runs left out, mean ± standard deviation."""
+    """Return columns and rows of groups: settings, number of runs, excluded runs, mean ± standard deviation."""
     names = short_names(list(groups[0].by), {*TITLES, *metrics}) if groups else {}
     columns = [*names.values(), "runs", "left out", *metrics]
     rows = []
@@ -84,7 +84,7 @@ def _no_mean(group: Group, metric: str) -> str:
 
 
 def _left_out(group: Group) -> str:
-    """Return `3 of 8: 1 failed, 2 not finished`; empty if no run is left out."""
+    """Return e.g. `3 of 8: 1 failed, 2 not finished`, or "" if no run is excluded."""
     parts = {"failed": group.failed, "not finished": group.left_out - group.failed}
     why = ", ".join(f"{count} {name}" for name, count in parts.items() if count)
     return f"{group.left_out} of {len(group.runs)}: {why}" if why else ""
@@ -93,7 +93,7 @@ def _left_out(group: Group) -> str:
 def fork_lines(runs: Sequence[RunResults]) -> list[str]:
     """Draw the branches below their trunks, each with the step of its fork; empty if there are none.
 
-    A trunk that is not among the runs is drawn, too.
+    A trunk that is not among the runs is drawn too.
     """
     by_path = {files.resolve(run.path): run for run in runs}
     branches: dict[Path, list[RunResults]] = {}

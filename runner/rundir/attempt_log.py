@@ -219,7 +219,7 @@ class AttemptLog:
     attempt is an error.
     """
 
-    run: RunDir # with a guard
+    run: RunDir  # with a guard
     total: int | None  # None until the data determine the number of steps per epoch
     earlier: list[dict[str, Any]]
     record: dict[str, Any] = field(default_factory=dict)
@@ -343,8 +343,7 @@ class AttemptLog:
             )
 
     def resumed(self, step: int) -> None:
-        """Record the step at which this attempt resumes, which is lower than the newest checkpoint's step if that is
-        corrupt."""
+        """Record the step of this resume. It is lower than the newest checkpoint's step if that is corrupt."""
         self.note(start_step=step, total=self.total)
         self.update(step=step, force=True)
 

@@ -81,7 +81,8 @@ def write_code(
     Args:
         path: the file.
         code: from `describe_code`.
-        overrides: overrides of the command. guard: the right to change the run.
+        overrides: overrides of the command.
+        guard: the right to change the run.
         edit: the change of settings that the command makes in an existing run, see `edits`.
         config: the new content of config.yaml, which is written after code.json.
     """
@@ -213,8 +214,7 @@ def code_facts(code: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def environment_facts(code: Mapping[str, Any], attempt: Mapping[str, Any]) -> dict[str, Any]:
-    """Return facts about the environment: Python, platform and packages at the last start; node and ranks of an
-    attempt."""
+    """Return facts on the environment: Python, platform, packages at the last start; an attempt's node and ranks."""
     found = {"python": code.get("python"), "platform": code.get("platform"), **object_in(code, "packages")}
     return found | {key: attempt.get(key) for key in ("node", "ranks")}
 
@@ -276,7 +276,7 @@ def _describe_repository(root: Path) -> dict[str, Any] | None:
         ("diff", "HEAD", *SAFE_DIFF),
         ("status", "--porcelain", "--ignore-submodules=dirty"),
     )
-    asked = [_start_git(root, *safe, *question) for question in questions]  # run in parallel, because each may take seconds
+    asked = [_start_git(root, *safe, *question) for question in questions]  # in parallel, as each may take seconds
     commit, diff, status = (_output(process) for process in asked)
     if commit is None:
         return None

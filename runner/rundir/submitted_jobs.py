@@ -25,14 +25,13 @@ SHIPPED = ("launch.local:LocalLauncher", "launch.slurm:SlurmLauncher")
 
 
 def jobs(runs: Iterable[RunDir]) -> tuple[dict[Path, JobInfo], dict[Path, str]]:
-    """Return the jobs that schedulers report, and reasons why a scheduler cannot be asked, both keyed by run
-    directory."""
+    """Return the jobs that schedulers report, and why a scheduler cannot be asked, both by run directory."""
     submitted: dict[str, list[Path]] = {}
     found: dict[Path, JobInfo] = {}
     unanswered: dict[Path, str] = {}
     for run in runs:
         try:
-            files.read_object(run.status)  # launchers read this file; one unreadable file must not fail the complete query
+            files.read_object(run.status)  # launchers read it; one unreadable file must not fail the query
             if name := launcher_of(run):
                 submitted.setdefault(name, []).append(run.path)
         except OSError as error:

@@ -22,8 +22,7 @@ MAX_LAPS = 100  # laps to remember
 
 
 class Laps(NamedTuple):
-    """The number of steps completed in an attempt, and the durations of the latest, excluding the attempt's first
-    step."""
+    """The number of steps completed in an attempt, and the durations of the latest, except the first step."""
 
     steps: int = 0
     seconds: tuple[float, ...] = ()

@@ -1,1 +1,1 @@
-"""The system layer: files, clock, processes, signals, other ranks. Effects go through here and nowhere else."""
+"""Access files, the clock, processes, signals and other ranks. All side effects go through this package."""

@@ -9,7 +9,7 @@ from runner.system import processes
 
 
 def user_name(uid: int) -> str:
-    """Return the name of a user, or the number if it has none here (in a container, without a directory service)."""
+    """Return the name of a user, or the user id as text if it has no name on this machine, such as in a container."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -19,7 +19,7 @@ def user_name(uid: int) -> str:
 def is_private_group(gid: int) -> bool:
     """Check whether only this user is in a group, so that a umask of 002 gives nothing to others.
 
-    Such a group has the name of the user and no other member; without names, the number of the user.
+    Such a group has the user's name and no other member. If names are unknown, its number is the user's number.
     """
     user = user_name(processes.effective_user_id())
     try:

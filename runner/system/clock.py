@@ -1,6 +1,6 @@
 """Access the clock. Call these functions through the module (`clock.sleep(1)`), so that a test can replace the clock.
 
-Durations come from `monotonic`. Wall time is for people: clocks of different machines are never compared.
+Durations come from `monotonic`. Wall time is for display, because clocks of different machines are never compared.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# For a rank that hangs; a dead rank is noticed at once, by its closed connection. Rank 0 may take long over a slow disk
-# or a scheduler that does not answer, while the others wait for it.
+# This timeout is for a rank that hangs. A dead rank is noticed immediately from its closed connection. Rank 0 may take
+# long because of a slow disk or an unresponsive scheduler, while the other ranks wait.
 TIMEOUT = timedelta(minutes=10)
 
 PROBE_S = 5.0
@@ -43,7 +43,7 @@ _PROBE_TAG = 1_000_003  # not used by collectives and other messages
 
 @dataclass(frozen=True)
 class World:
-    """A rank of the run and its communication with the others.
+    """A rank of the run, and its communication with the other ranks.
 
     All ranks must call the same methods in the same order.
 
@@ -57,7 +57,7 @@ class World:
 
     @staticmethod
     def from_environment() -> World:
-        """Read RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them; one process if they are not set.
+        """Read RANK, WORLD_SIZE and LOCAL_RANK as set by torchrun. If they are not set, return a world of one process.
 
         Raises:
             UserError: the variables are not integers or contradict each other.
@@ -133,7 +133,7 @@ class World:
     def exchange(
         self, receive: Iterable[tuple[int, torch.Tensor]], send: Iterable[tuple[int, torch.Tensor]], tag: int = 0
     ) -> Callable[[], None]:
-        """Begin to send tensors to other ranks, and to receive theirs; on any device that training uses.
+        """Begin to send tensors to other ranks and to receive tensors from them, on any device used for training.
 
         Args:
             receive: pairs of source rank and contiguous tensor, of the size that is sent. Tensors from one rank arrive
@@ -195,7 +195,7 @@ class World:
         return values
 
     def gather_on_main(self, value: T) -> list[T]:
-        """Return every rank's value, in rank order, on rank 0; an empty list on the others, to save memory."""
+        """Return every rank's value in rank order on rank 0, and an empty list on other ranks to save memory."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist
@@ -206,7 +206,7 @@ class World:
         return values
 
     def run_on_main(self, function: Callable[[], T]) -> T:
-        """Run `function` on rank 0 alone, and return its result or raise its error on every rank.
+        """Run `function` only on rank 0, and return its result or raise its error on every rank.
 
         Raises:
             Exception: on rank 0 what `function` raised; on the others the same UserError or OSError, and a PeerError
@@ -221,7 +221,7 @@ class World:
         return result  # type: ignore[return-value]
 
     def run_on_all(self, function: Callable[[], T]) -> T:
-        """Run `function` on every rank; if one fails, all fail, with the error of the lowest rank that failed.
+        """Run `function` on every rank. If any rank fails, all raise the error of the lowest failing rank.
 
         Raises:
             Exception: on the lowest failing rank what `function` raised; on the others the same UserError or OSError,
@@ -246,7 +246,7 @@ class World:
     def lost_a_peer(self) -> bool:
         """Check whether the process of another rank has ended. Call once, after an error that ends this process.
 
-        A gradient exchange that fails inside `backward` raises a plain RuntimeError, as this rank's own code might.
+        A gradient exchange that fails inside `backward` raises a plain RuntimeError, as user code on this rank might.
         Reading from an ended process fails at once. A live process answers if it failed too, and does not answer while
         it waits in a collective. A peer that hangs cannot be distinguished from one that waits for this rank.
         """

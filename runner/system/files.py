@@ -1,8 +1,8 @@
 """Access the file system: atomic replacement, fsync, JSON, and primitive operations.
 
 Code that keeps a run's records uses the file system only through this module, and calls its functions through the
-module (`files.rename(...)`), so that a test can replace the file system. The primitives come first, one for each system
-call. Everything below uses only the primitives. Imports no torch, hydra or numpy.
+module (`files.rename(...)`), so that a test can replace the file system. The primitives come first, one per system
+call. All other functions use only the primitives. Imports no torch, hydra or numpy.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ AnyPath = str | os.PathLike[str]
 
 
 def this_thread() -> str:
-    """Return `PID-thread`, for names of files that no other thread of this machine writes at the same time."""
+    """Return `PID-thread`, for file names that no other thread on this machine uses at the same time."""
     return f"{os.getpid()}-{threading.get_ident()}"
 
 
@@ -76,9 +76,9 @@ fsync_fd = os.fsync
 
 
 def begin_writeback(fd: int, start: int, length: int) -> None:
-    """Ask the disk to begin writing a range of an open file. Return at once, without any guarantee."""
+    """Ask the disk to begin writing a range of an open file. Return immediately, without any guarantee."""
     with suppress(OSError, AttributeError):  # not supported by the system or the file system
-        # Linux begins to write dirty pages, and drops only pages that are on the disk.
+        # Linux begins to write dirty pages. It drops only pages that are already on the disk.
         os.posix_fadvise(fd, start, length, os.POSIX_FADV_DONTNEED)
 
 
@@ -146,7 +146,7 @@ disk_usage = shutil.disk_usage
 
 
 def resolve(path: AnyPath) -> Path:
-    """Return the absolute path without links; missing parts at its end are kept.
+    """Return the absolute path with links resolved. Missing trailing parts are kept.
 
     Raises:
         RuntimeError: the links form a cycle.
@@ -155,7 +155,7 @@ def resolve(path: AnyPath) -> Path:
 
 
 def has_access_list(path: Path) -> bool:
-    """Check whether a POSIX access list adds to the mode of `path`; its group bits are then the list's mask."""
+    """Check whether `path` has a POSIX access list. If so, the group bits of its mode are the list's mask."""
     try:
         os.getxattr(path, "system.posix_acl_access")
     except (OSError, AttributeError):  # no list, or not supported by the file system or the system
@@ -167,7 +167,7 @@ def has_access_list(path: Path) -> bool:
 
 
 def exists(path: AnyPath) -> bool:
-    """Check whether something is at `path`, followed if it is a link.
+    """Check whether `path` exists, following links.
 
     Raises:
         OSError: the file system cannot answer.
@@ -176,19 +176,19 @@ def exists(path: AnyPath) -> bool:
 
 
 def is_dir(path: AnyPath) -> bool:
-    """Check whether `path`, followed if it is a link, is a directory; raises as `exists` does."""
+    """Check whether `path` is a directory, following links. Raises like `exists`."""
     mode = _mode(path)
     return mode is not None and S_ISDIR(mode)
 
 
 def is_file(path: AnyPath) -> bool:
-    """Check whether `path`, followed if it is a link, is a regular file; raises as `exists` does."""
+    """Check whether `path` is a regular file, following links. Raises like `exists`."""
     mode = _mode(path)
     return mode is not None and S_ISREG(mode)
 
 
 def is_link(path: AnyPath) -> bool:
-    """Check whether `path` is a symbolic link; raises as `exists` does."""
+    """Check whether `path` is a symbolic link. Raises like `exists`."""
     mode = _mode(path, follow=False)
     return mode is not None and S_ISLNK(mode)
 
@@ -206,12 +206,12 @@ def _mode(path: AnyPath, *, follow: bool = True) -> int | None:
 
 
 def is_taken(path: AnyPath) -> bool:
-    """Check whether a name is in use, even by a dangling link; raises as `exists` does."""
+    """Check whether a name is in use, even by a dangling link. Raises like `exists`."""
     return _mode(path, follow=False) is not None
 
 
 def seems_dir(path: AnyPath) -> bool:
-    """Check `is_dir` for any text. Return False if the file system cannot answer."""
+    """Check `is_dir` for any string. Return False if the file system cannot answer."""
     try:
         return is_dir(path)
     except OSError:  # for example too long for a name
@@ -219,7 +219,7 @@ def seems_dir(path: AnyPath) -> bool:
 
 
 def kinds(directory: Path) -> dict[str, int]:
-    """Return the kind (`stat.S_IFREG` and so on) of each entry of a directory, links not followed; empty if missing.
+    """Return the type (such as `stat.S_IFREG`) of each directory entry without following links; {} if missing.
 
     Raises:
         OSError: the directory cannot be read.
@@ -232,7 +232,7 @@ def kinds(directory: Path) -> dict[str, int]:
             elif entry.is_dir(follow_symlinks=False):
                 found[entry.name] = S_IFDIR
             else:
-                with suppress(FileNotFoundError):  # removed since
+                with suppress(FileNotFoundError):  # removed in the meantime
                     found[entry.name] = S_IFMT(lstat(entry.path).st_mode)
     return found
 
@@ -243,7 +243,7 @@ class Guard:
 
     A file is replaced by writing a temporary file whose name contains the tag, then checking, then renaming. A newer
     holder first takes its number and then removes the temporary files of older tags, before it does anything else. So a
-    process may be stopped anywhere in between and resume at any later time. It either fails the check or finds that its
+    process may be suspended at any point and resume at any later time. It either fails the check or finds that its
     temporary file is gone. Its rename can never replace a file of the newer holder.
 
     Attributes:
@@ -255,7 +255,7 @@ class Guard:
     check: Callable[[], None]
 
     def and_also(self, other: Guard) -> Guard:
-        """Return a guard that is lost as soon as either of the two is lost."""
+        """Return a guard whose check fails as soon as either guard's check fails."""
 
         def check() -> None:
             self.check()
@@ -269,7 +269,7 @@ OWNED = 0o755
 
 
 def make_dirs(path: Path, mode: int = 0o777) -> None:
-    """Create a directory and its missing parents durably; it may exist already.
+    """Create a directory and its missing parents durably. The directory may already exist.
 
     Args:
         path: the directory.
@@ -282,7 +282,7 @@ def make_dirs(path: Path, mode: int = 0o777) -> None:
     there = path
     while not is_dir(there):
         if is_taken(there):
-            if is_dir(there):  # another process has created it since
+            if is_dir(there):  # another process has just created it
                 break
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
         missing.append(there)
@@ -320,7 +320,7 @@ def _sync_parent(directory: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file; it may be gone already."""
+    """Delete a file, which may already be gone."""
     with suppress(FileNotFoundError):
         unlink(path)
 
@@ -332,10 +332,10 @@ def touch(path: Path) -> None:
 
 
 def look_anew(directory: Path) -> None:
-    """Make the next read of a directory show its present contents.
+    """Make the next listing of a directory show its current contents.
 
     A client of a network file system may show an old listing for half a minute, without files that another machine has
-    since created. It notices them when it changes the directory itself, such as its time.
+    since created. It notices them when it changes the directory itself, for example its modification time.
 
     Raises:
         OSError: the directory is gone, or this user may not write there.
@@ -344,7 +344,7 @@ def look_anew(directory: Path) -> None:
 
 
 def link(source: Path, target: Path) -> None:
-    """Give the file `source` a second name; a link is not followed.
+    """Create a hard link `target` to the file `source`. If `source` is a link, it is not followed.
 
     Raises:
         OSError: `target` exists, or the file system does not support links.
@@ -382,7 +382,7 @@ def open_regular(path: str | Path, *, follow: bool = False) -> BinaryIO:
 
 
 def open_append(path: Path) -> BinaryIO:
-    """Open a regular file for appending; create it if it is missing, writable only by its owner.
+    """Open a regular file for appending. If it is missing, create it with write permission only for its owner.
 
     Raises:
         OSError: the file system failed, or the path is not a regular file.
@@ -396,9 +396,9 @@ def open_append(path: Path) -> BinaryIO:
 
 
 def open_in_place(path: Path) -> int | None:
-    """Open a regular file for reading and appending; return None if a new file should replace it instead.
+    """Open a regular file for reading and appending. Return None if it should be replaced with a new file instead.
 
-    That is the case if it is missing, a link or not writable, or if it has a second name, whose content must not
+    Return None if the file is missing, a link or not writable, or if it has a second hard link, whose content must not
     change.
     """
     try:
@@ -428,7 +428,7 @@ def open_new(path: Path) -> BinaryIO:
 
 @contextmanager
 def owned() -> Iterator[None]:
-    """Make files created within the block writable only by their owner, with any umask."""
+    """Make files created within the block writable only by their owner, whatever the umask."""
     before = set_umask(0o022)
     set_umask(before | 0o022)
     try:
@@ -454,9 +454,9 @@ def read_regular(path: str | Path, *, limit: int = MAX_RECORD_BYTES, follow: boo
 
 
 def lines_backwards(fd: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of an open file from last to first, each with its offset; skip an incomplete last one.
+    """Yield the lines of an open file from last to first with their offsets. Skip an incomplete last line.
 
-    It reads the file only as far as you iterate.
+    The file is read only as far as you iterate.
     """
     at, data, ended = size_of(fd), b"", False
     while at:
@@ -488,7 +488,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_small(path: str | Path) -> str | None:
-    """Read a small regular file, without surrounding white space; return None if it cannot be read."""
+    """Read a small regular file and strip white space. Return None if it cannot be read."""
     with suppress(OSError):
         return read_if_there(path)
     return None
@@ -510,7 +510,7 @@ def read_if_there(path: str | Path) -> str | None:
 
 
 def read_link(path: str | Path) -> str | None:
-    """Return the target of a symbolic link; None if there is none."""
+    """Return the target of a symbolic link, or None if there is no link."""
     try:
         return read_link_raw(path)
     except OSError:
@@ -534,7 +534,7 @@ def fsync_dir(directory: Path) -> None:
 
 
 def replace(path: Path, content: bytes, *, durable: bool = True, guard: Guard | None = None) -> int:
-    """Replace `path` by a new file. A reader sees the old or the new file, never a part.
+    """Replace `path` with a new file atomically. A reader sees the complete old or new file.
 
     Args:
         path: the file.
@@ -543,9 +543,8 @@ def replace(path: Path, content: bytes, *, durable: bool = True, guard: Guard | 
         guard: required to write to a run directory that other processes may take over.
 
     Returns:
-        A descriptor of the new file for appending. Once a newer process has replaced the file, appended data goes to a
-            file without a name.
-        appended is in a file that has no name.
+        A descriptor of the new file for appending. After a newer process has replaced the file, appended data goes to
+            an unlinked file.
 
     Raises:
         SupersededError: raised by `guard`; nothing was changed.
@@ -638,7 +637,7 @@ def write_all(fd: int, data: bytes | bytearray) -> None:
 
 
 def overwrite(fd: int, data: bytes) -> None:
-    """Write all of `data` over the beginning of a file."""
+    """Overwrite the beginning of a file with all of `data`."""
     at = 0
     while at < len(data):
         at += write_at(fd, data[at:], at)
@@ -648,7 +647,7 @@ def sweep(directory: Path, lease: str, below: int) -> None:
     """Remove the temporary files of all holders of the lease named `lease` whose numbers are lower than `below`.
 
     Raises:
-        OSError: a file cannot be removed; the others are gone.
+        OSError: a file cannot be removed; all others were removed.
     """
     refused: OSError | None = None
     temporary = re.compile(rf".*\.tmp-(?:.*-)?{re.escape(lease)}-(\d+)(?:-.*)?", re.DOTALL)
@@ -669,7 +668,7 @@ def write_atomic(path: Path, content: bytes | str, *, durable: bool = True, guar
 
 
 def create(path: Path, content: bytes) -> None:
-    """Create `path` with `content`, durably. If several processes try, one succeeds.
+    """Create `path` with `content` durably. If several processes try, exactly one succeeds.
 
     Raises:
         FileExistsError: the file exists.
@@ -694,7 +693,7 @@ def write_json(path: Path, value: Any, *, durable: bool = True, guard: Guard | N
 
 
 def read_json(path: Path, *, follow: bool = True) -> Any | None:
-    """Read the JSON value in `path`; return None if the file is missing or not valid JSON.
+    """Read the JSON value in `path`. Return None if the file is missing or not valid JSON.
 
     Raises:
         OSError: see `read_regular`.
@@ -706,7 +705,7 @@ def read_json(path: Path, *, follow: bool = True) -> Any | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a record of a run (not a link); empty if missing or not a JSON object.
+    """Read a JSON object from a run's record, which must not be a link. Return {} if missing or not an object.
 
     Raises:
         OSError: see `read_regular`.
@@ -716,7 +715,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def append_line(path: Path, value: Any) -> None:
-    """Append `value` as one line of JSON and fsync it; complete an unfinished last line first."""
+    """Append `value` as a line of JSON and fsync the file. If the last line is incomplete, end it first."""
     fd = open_fd(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         end = size_of(fd)
@@ -728,12 +727,12 @@ def append_line(path: Path, value: Any) -> None:
 
 
 def read_lines(path: Path, *, limit: int | None = None, having: bytes = b"") -> Iterator[Any]:
-    """Yield the JSON values of a `.jsonl` file; skip lines that are not valid JSON and an incomplete last line.
+    """Yield the JSON values of a `.jsonl` file. Skip invalid lines and an incomplete last line.
 
     Args:
         path: the file.
         limit: largest size of the file in bytes.
-        having: lines without these bytes are skipped as well, unparsed.
+        having: skip lines that do not contain these bytes, without parsing them.
 
     Raises:
         OSError: see `open_regular`; or the file is larger than `limit`, or a line longer than MAX_RECORD_BYTES.

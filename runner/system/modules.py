@@ -1,4 +1,4 @@
-"""Where modules come from, found without importing any: an import runs code, and may take seconds."""
+"""Find modules without importing them, because an import runs code and may take seconds."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from importlib.machinery import ModuleSpec, PathFinder
 
 
 def find(name: str) -> ModuleSpec | None:
-    """Return the spec of a top-level module; None if there is none."""
+    """Return the spec of a top-level module, or None if there is no such module."""
     try:
         return importlib.util.find_spec(name)
-    except (ImportError, ValueError, AttributeError):  # one that is loaded may have lost its spec
+    except (ImportError, ValueError, AttributeError):  # a loaded module may have lost its spec
         return None
 
 
 def find_in(package: ModuleSpec, name: str) -> ModuleSpec | None:
-    """Return the spec of the module `name` of a package; None if there is none."""
+    """Return the spec of the module `name` in a package, or None if there is no such module."""
     where = package.submodule_search_locations
     return PathFinder.find_spec(f"{package.name}.{name}", where) if where is not None else None
 
 
 def along(dotted: str) -> Iterator[ModuleSpec]:
-    """Yield the specs of the modules in a dotted name: for `a.b.C`, those of `a` and `a.b`."""
+    """Yield the specs of the modules in a dotted name. For `a.b.C`, yield the specs of `a` and `a.b`."""
     first, *names = dotted.split(".")
     found = find(first)
     while found is not None:
@@ -38,7 +38,7 @@ def imported_from(package: str, level: int, module: str | None) -> str:
 
 
 def source_of(dotted: str) -> tuple[ModuleSpec, str] | None:
-    """Return the module that has something by a dotted name, and its source; None if there is none, or it has none."""
+    """Return the module that a dotted name is in, and the module's source. Return None if either is missing."""
     found = [*along(dotted)]
     if not found or found[-1].name == dotted:
         return None

@@ -1,4 +1,4 @@
-"""Access other processes: run a command, start a process, look one up. Signals to this process: `signals`.
+"""Run commands, and start and inspect processes. See `signals` for signals to this process.
 
 Call these functions through the module (`processes.run(...)`). This module imports no torch, hydra or numpy.
 """
@@ -36,7 +36,7 @@ run = subprocess.run
 def run_shielded(
     command: Sequence[str], *, given: str | None, timeout: float, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, with stop signals blocked in it.
+    """Run a command to completion, with stop signals blocked in it.
 
     (A shell that ignores them by `trap ""` can still be killed before the trap.) The signals are blocked in this thread
     only while the command starts.
@@ -108,7 +108,7 @@ def state_of(pid: int) -> tuple[str, str] | None:
 
 
 def _shown_state(pid: int) -> tuple[str, str] | None:
-    """Return `state_of` for display only; None also if it cannot be read."""
+    """Return `state_of` for display only, or None if it cannot be read."""
     with suppress(OSError):
         return state_of(pid)
     return None
@@ -120,13 +120,13 @@ def is_over(state: tuple[str, str] | None, start_time: object) -> bool:
 
 
 def parent_of(pid: int) -> int | None:
-    """Return the parent of a process of this machine, or None if there is none: proc(5), field 4 of stat."""
+    """Return the parent of a process on this machine, or None: proc(5), field 4 of stat."""
     stat = files.read_small(f"/proc/{pid}/stat")
     return None if stat is None else int(stat.rpartition(")")[2].split()[1])
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the children of a process that it has not waited for yet, in ascending order.
+    """Return the pids of a process's children that it has not waited for yet, in ascending order.
 
     A process that begins or ends during the call may be missing.
     """
@@ -134,7 +134,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def began() -> float:
-    """Return when this process began, on `clock.monotonic`; now if that is unknown."""
+    """Return when this process began, on `clock.monotonic`, or the current time if unknown."""
     state = _shown_state(own_pid())
     # Counted in ticks since the machine was started: proc(5), field 22.
     return clock.monotonic() if state is None else uptime(int(state[1]) / os.sysconf("SC_CLK_TCK"))
@@ -154,7 +154,7 @@ def this_process() -> dict[str, Any]:
     """Return the entries that identify this process among all processes of all machines.
 
     Raises:
-        OSError: see `state_of`. Without a start time, others would think that this process has ended.
+        OSError: see `state_of`. Without a start time, other processes would assume that this process has ended.
     """
     state = state_of(own_pid())
     return {
@@ -172,7 +172,7 @@ TAG = r"\d+-[0-9a-f]{8}"
 
 
 def tag() -> str:
-    """Return `PID-8 digits`, a name that is unique over all machines; a PID alone is reused."""
+    """Return `PID-8 digits`, a name that is unique across machines. PIDs alone are reused."""
     return f"{own_pid()}-{zlib.crc32(repr(sorted(this_process().items())).encode()):08x}"
 
 
@@ -182,12 +182,12 @@ def cores() -> int:
 
 
 def bound(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return `variables` for a process that must end when this thread ends in any way: see `end_with_parent`."""
+    """Return `variables` for a process that must end when this thread ends for any reason, see `end_with_parent`."""
     return {**variables, _PARENT: str(own_pid())}
 
 
 def end_with_parent() -> bool:
-    """Let the kernel kill this process when its parent ends, if the parent asked for it by `bound`.
+    """Let the kernel kill this process when its parent ends, if the parent requested that with `bound`.
 
     Returns:
         whether the parent asked for it.
@@ -218,7 +218,7 @@ def described(pid: int) -> str:
 
 
 def peak_memory() -> int:
-    """Return the most memory that this process has had resident so far, in bytes."""
+    """Return the peak resident memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -249,7 +249,7 @@ class _TimerSpec(ctypes.Structure):
 
 
 def end_after(seconds: int, status: int) -> None:
-    """End this process with `status` if it still runs after `seconds`, whatever its threads do.
+    """End this process with `status` if it still runs after `seconds`, even if its threads are blocked.
 
     The thread that ends it belongs to the C library and needs no Python: a destructor that waits while it holds the
     interpreter's lock would stop all Python threads forever.

@@ -1,7 +1,7 @@
-"""The stop flag: a signal sets it, and the training loop checks it at step boundaries.
+"""Set a stop flag when a signal arrives. The training loop checks the flag between steps.
 
-It is installed before torch is imported, so that a signal during the imports counts. This module imports no torch,
-hydra or numpy.
+The flag is installed before torch is imported, so that a signal during the imports is not lost. This module imports no
+torch, hydra or numpy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 STDERR = 2  # the file descriptor
-# These texts are true for every command and at any time: imports, a compilation, a step, a save.
+# These messages must be true for every command at any time, during imports, compilation, a step or a save.
 FIRST_INTERRUPT = (
     "Ctrl-C: stopping; a training step in progress is completed and saved first. Press Ctrl-C again to exit at once: "
     "then only committed checkpoints are kept"
@@ -28,15 +28,16 @@ _REPLAY = b"\0"  # no signal has this number
 
 
 def handled() -> list[signal.Signals]:
-    """Return the stop signals that this process handles: all, except a SIGHUP ignored at its start, as by `nohup`."""
+    """Return the stop signals that this process handles: all, except SIGHUP if it was ignored at the start
+    (`nohup`)."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signum for signum in STOP_SIGNALS if not (ignored and signum == signal.SIGHUP)]
 
 
 def announce(interrupts: int) -> None:
-    """Write to standard error on rank 0 what this Ctrl-C, the `interrupts`-th one, does.
+    """Print to standard error on rank 0 what the `interrupts`-th Ctrl-C does.
 
-    This is a system call, because a thread calls it while the main thread may be in the middle of a `print`.
+    This uses a system call, because it runs in a thread while the main thread may be in the middle of a `print`.
     """
     if os.environ.get("RANK", "0") == "0":
         with suppress(OSError):
@@ -45,7 +46,10 @@ def announce(interrupts: int) -> None:
 
 @contextmanager
 def received_by(handler: Callable[[int, FrameType | None], object]) -> Iterator[dict[signal.Signals, Any]]:
-    """Let `handler` receive the stop signals within the block; yield the earlier handlers, restored at its end."""
+    """Let `handler` receive the stop signals within the block.
+
+    Yield the previous handlers, which are restored afterwards.
+    """
     before = {signum: signal.signal(signum, handler) for signum in handled()}
     try:
         yield before
@@ -56,7 +60,7 @@ def received_by(handler: Callable[[int, FrameType | None], object]) -> Iterator[
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Block stop signals in this thread, and in processes that it starts until they call `STOP.install`."""
+    """Block stop signals in this thread, and in processes started by it until they call `STOP.install`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -83,11 +87,11 @@ class StopFlag:
 
     @property
     def name(self) -> str:
-        """Return the name of the signal, such as `SIGTERM`; empty if there was no signal."""
+        """Return the name of the signal, such as `SIGTERM`, or "" if there was no signal."""
         return signal.Signals(self.signum).name if self.signum is not None else ""
 
     def install(self) -> None:
-        """Handle SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and SIGINT to this process. Only the main thread may call this.
+        """Handle SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and SIGINT in this process. Only the main thread may call this.
 
         A SIGHUP that is ignored stays ignored (`handled`).
         """
@@ -99,7 +103,7 @@ class StopFlag:
             # down, and another signal must not change the exit status.
             atexit.register(signal.signal, signum, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # see `blocked`
-        self._start_thread()  # now: it inherits the mask
+        self._start_thread()  # started now, because it inherits the mask
 
     def uninstall(self) -> None:
         """Restore Python's own handlers. Only the main thread may call this."""
@@ -108,14 +112,14 @@ class StopFlag:
         signal.set_wakeup_fd(-1)
 
     def listen(self, first: Callable[[int], object], later: Callable[[int], object]) -> None:
-        """Call `first` with the first signal and `later` with others, in a thread, whatever the main thread is doing.
+        """Call `first` with the first signal and `later` with later ones, in a thread, even if the main thread is busy.
 
         Call this after `install`, from the main thread.
         """
         assert self._sockets is not None
         self._heard = threading.Event()
         self._listeners = first, later
-        if self.signum is not None:  # the signal came before the listener
+        if self.signum is not None:  # the signal arrived before the listener was set
             self._sockets[1].send(_REPLAY)
 
     def wait_for_listener(self) -> None:
@@ -140,7 +144,7 @@ class StopFlag:
         signal.set_wakeup_fd(self._sockets[1].fileno(), warn_on_full_buffer=False)
 
     def _start_thread(self) -> None:
-        """Start the thread that reads these numbers."""
+        """Start the thread that reads the signal numbers from the socket."""
         assert self._sockets is not None
         if self._thread is None or not self._thread.is_alive():
             read = self._sockets[0]

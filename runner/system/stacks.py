@@ -1,6 +1,6 @@
 """Collect the stacks of the threads of this process and of its child processes.
 
-Source lines are left out: reading them could block if a file system hangs.
+Source lines are omitted, because reading them could block if a file system hangs.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Frame(NamedTuple):
 
 
 def of_threads() -> dict[int, list[Frame]]:
-    """Return the calls in progress in each thread of this process, by its ident; innermost first."""
+    """Return the calls in progress in each thread of this process, keyed by thread ident, innermost first."""
     return {ident: _frames(frame) for ident, frame in _innermost().items()}
 
 
 def running_modules() -> set[str]:
-    """Return the names of the modules whose functions are in progress, in any thread of this process."""
+    """Return the names of the modules whose functions are running in any thread of this process."""
     found = set()
     for frame in _innermost().values():
         calls: FrameType | None = frame
@@ -110,13 +110,13 @@ def _children() -> str:
 
 
 def show_to_parent() -> None:
-    """Let the parent of this process see its stacks, also while it is stuck in a call that never returns."""
-    with suppress(OSError, AttributeError):  # no memory, or not supported: then the parent cannot see them
+    """Let the parent of this process read its stacks, even while this process is stuck in a call that never returns."""
+    with suppress(OSError, AttributeError):  # without memory or support, the parent cannot see the stacks
         faulthandler.register(SIGNAL, file=os.memfd_create(_MEMORY), all_threads=True)
 
 
 def _stacks_of(pids: Sequence[int]) -> dict[int, str]:
-    """Return the stacks of the processes that show them and answer in time."""
+    """Return the stacks of the processes that expose them and answer in time."""
     places = {pid: place for pid in pids if (place := _memory_of(pid)) is not None}
     before = {pid: files.read_small(place) for pid, place in places.items()}
     for pid in places:
@@ -124,7 +124,7 @@ def _stacks_of(pids: Sequence[int]) -> dict[int, str]:
             processes.send_signal(pid, SIGNAL)
     deadline = clock.monotonic() + CHILDREN_S
     last, shown = dict[int, str | None](), before
-    # Until each has written, and no more output comes.
+    # Wait until each process has written, and no more output arrives.
     while clock.monotonic() < deadline and (shown != last or any(shown[pid] == before[pid] for pid in places)):
         clock.sleep(POLL_S)
         last, shown = shown, {pid: files.read_small(place) for pid, place in places.items()}
@@ -132,7 +132,7 @@ def _stacks_of(pids: Sequence[int]) -> dict[int, str]:
 
 
 def _memory_of(pid: int) -> str | None:
-    """Find the file in which a process writes its stacks, if it shows them."""
+    """Return the path of the file to which a process writes its stacks, or None if it does not."""
     folder = f"/proc/{pid}/fd"
     try:
         numbers = files.list_dir(folder)

@@ -1,4 +1,4 @@
-"""Write text to a terminal, which may be closed during the command."""
+"""Write text to a terminal that may be closed while the command runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_LINE = 2000  # characters
 def printable(text: str) -> str:
     """Return `text` on one line, with unprintable characters escaped: no file may control the terminal.
 
-    Text longer than MAX_LINE is cut. Every message that may quote a file, a name or a setting is passed through this.
+    Text longer than MAX_LINE is truncated. Pass every message that may quote a file, a name or a setting through this.
     """
     shown = text if len(text) <= MAX_LINE else f"{text[:MAX_LINE]}…"
     if shown.isprintable():
@@ -35,11 +35,11 @@ def printable_lines(text: str) -> str:
 
 
 class Fitting:
-    """For rich's Live: show as many of several items as fit into the window; long lines are folded.
+    """A renderable for rich's Live that shows as many items as fit into the window. Long lines are folded.
 
     Args:
         count: number of items.
-        made: returns the renderable of a number of items, the most important ones.
+        made: takes a number of items, and returns a renderable of that many of the most important items.
     """
 
     def __init__(self, count: int, made: Callable[[int], Any]) -> None:
@@ -53,7 +53,7 @@ class Fitting:
         shown, least = min(self._count, height), max(1, height // 6)
         while True:
             lines = console.render_lines(self._made(shown), options, pad=False)
-            if len(lines) <= height or shown <= least:  # Live cuts the rest
+            if len(lines) <= height or shown <= least:  # Live truncates the rest
                 break
             shown = max(shown - max(1, (len(lines) - height) // 4), least)
         for line in lines:
@@ -77,8 +77,8 @@ def outlive_terminal() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, io.TextIOWrapper) or stream is not getattr(sys, f"__{name}__"):
-            continue  # replaced by another object, or closed at the start
-        # Not by isatty(), which is False if the terminal is gone already.
+            continue  # replaced by a different object, or closed from the start
+        # Do not use isatty(), which returns False if the terminal is already gone.
         if stat.S_ISCHR(os.fstat(stream.fileno()).st_mode):
             stream.flush()
             raw = _Terminal(stream.fileno(), "w", closefd=False)
@@ -96,7 +96,7 @@ def discard(stream: Any) -> None:
 
 
 def flush_output() -> None:
-    """Flush the output. If nothing reads it any more, drop it, so that the exit status does not change."""
+    """Flush the output. If its reader has gone, drop it, so that the exit status does not change."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
