@@ -67,8 +67,7 @@ class Group:
 
 
 def differing(runs: Sequence[RunResults]) -> list[str]:
-    """Return the keys of settings that differ between runs: first result-changing ones, then the rest, then the
-    seed."""
+    """Return the keys of settings that differ between runs: result-changing ones first, the seed last."""
     readable = [run.settings for run in runs if run.settings]
     keys = dict.fromkeys(key for settings in readable for key in settings)
     found = [key for key in keys if key not in OWN and _differs(key, readable)]

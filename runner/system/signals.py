@@ -28,8 +28,7 @@ _REPLAY = b"\0"  # no signal has this number
 
 
 def handled() -> list[signal.Signals]:
-    """Return the stop signals that this process handles: all, except SIGHUP if it was ignored at the start
-    (`nohup`)."""
+    """Return the stop signals that this process handles: all, but not a SIGHUP ignored at the start (`nohup`)."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signum for signum in STOP_SIGNALS if not (ignored and signum == signal.SIGHUP)]
 
