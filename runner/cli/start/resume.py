@@ -120,7 +120,7 @@ def jobs(
 
 @contextmanager
 def _naming_directory(run_dir: Path) -> Iterator[None]:
-    """If a module is not found, add to the error the directory in which the run was started."""
+    """Add the directory in which the run was started to the error, if a module is not found."""
     try:
         yield
     except UserError as error:

@@ -115,7 +115,7 @@ def _options(config: Config, device: torch.device) -> SimpleNamespace:
 def record_order(
     run: RunDir, config: Config, consumption: Consumption, datasets: dict[str, Any], shapes: Sequence[BatchShape]
 ) -> None:
-    """If the data order is known, write the record from which `runner inspect` reproduces it."""
+    """Write the record from which `runner inspect` reproduces the data order, if the order is known."""
     if isinstance(consumption, TrackedConsumption):
         order = order_record(config, consumption.sampler, datasets, shapes)
         insist(lambda: order_file.write(order, run.order, run.guard), run.order)

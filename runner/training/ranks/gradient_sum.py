@@ -229,7 +229,7 @@ class GradientSum:
         return self._early and not self._first_step and self._world.size > 1
 
     def end_first_step(self) -> None:
-        """From the second step on, take and send gradients as soon as they are computed."""
+        """Take and send gradients as soon as they are computed, from the second step on."""
         self._first_step = False
         if self._arrivals is not None:
             self._arrivals.settle()

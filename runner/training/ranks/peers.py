@@ -90,7 +90,7 @@ def read_report(store: Any) -> str | None:
 
 
 def _outlive_readers(world: World) -> None:
-    """If a failure was reported, wait up to `OUTLIVE_S` seconds until the other ranks have read it."""
+    """Wait up to `OUTLIVE_S` seconds until the other ranks have read a reported failure, if there is one."""
 
     def wait(store: Any) -> None:
         deadline = clock.monotonic() + OUTLIVE_S

@@ -41,7 +41,7 @@ class TreeSum(Generic[T]):
             pass
 
     def _grow(self) -> bool:
-        """If the last node completes its parent, replace it with the parent and return True."""
+        """Replace the last node with its parent if it completes the parent, and return True then."""
         (level, number), value = self._found[-1]
         above = Node(level + 1, number // 2)
         if number % 2 and len(self._found) > 1 and self._found[-2][0] == (level, number - 1):
